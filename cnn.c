@@ -8,7 +8,7 @@
      ./cnn --epochs 3 --workers 2     the options of the PyTorch MNIST example, and more
      ./cnn --help                     lists all of them
      gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds it without make; cnn.c includes
-                                                     cnn_kernels.c if that lies beside it
+                                                     cnn_kernels.c if it is in the same folder
 
    You should see the network layer by layer, then lines like
      Train Epoch: 1 [640/60000 (1%)]	Loss: 1.233434
@@ -31,9 +31,10 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   A section builds on the sections before it; only the checks of section 4 look ahead, to the CPU's
-   kernels in section 7. Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its
-   images, run it on several devices and store its results; 12 to 14 are the user interface. For an
+   A section builds on the sections before it. Two things look ahead: section 2 declares die(),
+   which section 3 defines, and the checks of section 4 use the CPU's kernels of section 7.
+   Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its images, run it on
+   several devices and store its weights; 12 to 14 are options, measurements and set-up. For an
    overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
    GPUs in cnn_kernels.cu, are not needed to understand this file.
 
@@ -79,7 +80,7 @@ typedef enum {
     BATCHNORM2D,
     RELU,
     MAXPOOL2D,
-    AVGPOOL2D,
+    GLOBAL_AVGPOOL2D,
     ADD,
     DROPOUT,
     LINEAR,
@@ -96,14 +97,14 @@ typedef struct Shape {
    (section 4) says where its arrays are and which kernels compute it. */
 typedef struct Layer {
     LayerKind kind;
-    char name[48];                   // PyTorch's name of its parameters, such as "conv1", or empty
-    size_t input;                    // the row that it reads
-    size_t other;                    // add: the second row that it reads
-    Shape in, out;                   // a linear layer reads 1 x 1 x (h * w * c)
-    size_t kernel, stride, padding;  // conv2d, maxpool2d: the window; linear: 1, 1, 0
-    real p;                          // dropout: the probability that an element becomes 0
-    size_t weight_count, bias_count; // of parameters; batchnorm2d: weights are its scales
-    size_t weight_offset, bias_offset; // into params and grads, in elements
+    char name[48]; // PyTorch's name of its parameters, such as "conv1", or empty
+    size_t input;  // the row that it reads
+    size_t other;  // add: the second row that it reads
+    Shape in, out; // a linear layer reads 1 x 1 x (h * w * c)
+    size_t kernel_size, stride, padding; // conv2d, maxpool2d: the window; linear: 1, 1, 0
+    real p;                              // dropout: the probability that an element becomes 0
+    size_t weight_count, bias_count;     // of a batchnorm2d: gamma and beta
+    size_t weight_offset, bias_offset;   // into params and grads, in elements
 } Layer;
 
 // Whether a layer multiplies its input by a matrix of weights
@@ -116,8 +117,8 @@ static inline HOST_DEVICE bool has_weight_matrix(const Layer *l) {
 typedef struct RandomKey RandomKey; // below
 typedef struct LossScale LossScale; // for GPUs: in section 3
 
-// The statistics of a batchnorm2d, as rows with one number for each channel. The last two are for
-// the backward pass.
+// The statistics of a batchnorm2d, as rows with one number for each channel. A forward pass in
+// training computes the last two, and backward uses them as well.
 enum { RUNNING_MEAN, RUNNING_VARIANCE, BATCH_MEAN, BATCH_INVERSE_STD, STATS_ROWS };
 
 /* For the fast kernels; skip it on a first reading. The kernels of a row may compute later rows in
@@ -140,8 +141,9 @@ typedef struct Fusion {
    The backward pass reads dout and all of these arrays. It sets dweight and dbias. It sets din, or
    adds to it if accumulate is true; for dresidual, accumulate_residual says which.
 
-   With --precision bf16 and fp16, in, residual, out, dout, din and the weight of a convolution or
-   linear layer point to 16-bit numbers. The out and dout of log_softmax stay 32-bit. */
+   With --precision bf16 or fp16, the arrays in, residual, out, dout and din, and the weight of a
+   convolution or linear layer, hold 16-bit numbers in spite of their type. The out and dout of
+   log_softmax stay 32-bit. */
 typedef struct Work {
     const Layer *l;
     size_t row;                // its number in the table
@@ -174,7 +176,7 @@ struct RandomKey {
     uint64_t seed;
     size_t epoch;
     size_t first;  // the position of the batch's first image
-    size_t stride; // the distance between two neighbours' positions
+    size_t stride; // the distance between the positions of consecutive images
 };
 
 // The position of image number `image` of the batch in the epoch's permutation.
@@ -185,7 +187,7 @@ static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
 /* Philox4x32-10, a counter-based random number generator: out = a keyed bijection of the counter.
    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) It has no state, so any
    thread, device or replica can compute any of its numbers at any time, and all agree. The counter
-   has these parts, where `position` is that of an image in the epoch's permutation:
+   has these parts, where `position` is an image's position in the epoch's permutation:
      c3               c0                                c1          c2
      DRAW_INIT        element / 4                       tensor      0
      DRAW_SHUFFLE     position                          0           epoch
@@ -229,7 +231,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
    function sets x, and "x (+=)" that it adds to x. Only the shapes determine how a sum is split and
-   in which order it is added: the result has the same bits for any --threads.
+   in which order it is added: the results are bit-identical for any --threads.
 
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
    contiguous, so that the compiler vectorises it: each output is still the same sum in the same
@@ -257,7 +259,8 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <time.h>
 #include <unistd.h>
 
-// PARALLEL_FOR before a loop gives each thread an equal part of it.
+// PARALLEL_FOR stands for #pragma omp parallel for schedule(static), which gives each thread an
+// equal part of the loop after it. Without OpenMP it is nothing.
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
@@ -269,9 +272,10 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #define PARALLEL_FOR
 #endif
 
+// The square root in the precision of `real`
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 
-// Prints a message as printf() does, and ends the program. The stubs of a starter call it, too.
+// Section 3 defines it. The stubs that replace LAB blocks in a student's copy call it here.
 static _Noreturn void die(int status, const char *format, ...);
 
 static size_t min_size(size_t a, size_t b) {
@@ -293,11 +297,13 @@ static size_t ceil_div(size_t a, size_t b) {
 enum { OUTSIDE = -1 };
 
 // Returns the index, row * w + column, of the input pixel that the filter's element `tap` =
-// i * kernel + j reads for output pixel (y, x), or OUTSIDE.
+// i * kernel_size + j reads for output pixel (y, x), or OUTSIDE.
 static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
-    size_t iy = y * l->stride + tap / l->kernel - l->padding; // wraps around if negative
-    size_t ix = x * l->stride + tap % l->kernel - l->padding;
-    return iy < l->in.h && ix < l->in.w ? (ptrdiff_t)(iy * l->in.w + ix) : OUTSIDE;
+    const ptrdiff_t h = (ptrdiff_t)l->in.h, w = (ptrdiff_t)l->in.w, padding = (ptrdiff_t)l->padding;
+    const ptrdiff_t iy = (ptrdiff_t)(y * l->stride + tap / l->kernel_size) - padding;
+    const ptrdiff_t ix = (ptrdiff_t)(x * l->stride + tap % l->kernel_size) - padding;
+    const bool inside = iy >= 0 && iy < h && ix >= 0 && ix < w;
+    return inside ? iy * w + ix : OUTSIDE;
 }
 
 // out[k] += sum over i < terms of in[i] * weight[i][k], for k < count. out[k] is loaded and stored
@@ -331,7 +337,7 @@ static void conv2d_forward_naive(Work w) {
         real *restrict out = w.out + pixel * O.c;
         for (size_t k = 0; k < O.c; k++)
             out[k] = w.bias ? w.bias[k] : 0;
-        for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+        for (size_t tap = 0; tap < l->kernel_size * l->kernel_size; tap++) {
             const ptrdiff_t source = input_pixel(l, y, x, tap);
             if (source == OUTSIDE)
                 continue;
@@ -351,7 +357,7 @@ static void conv2d_parameter_gradients(Work w) {
     enum { BLOCK = 16 };
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
-    const size_t taps = l->kernel * l->kernel, pixels = w.n * O.h * O.w;
+    const size_t taps = l->kernel_size * l->kernel_size, pixels = w.n * O.h * O.w;
     /* LAB 1.2 BEGIN conv2d_parameter_gradients */
     memset(w.dbias, 0, l->bias_count * sizeof *w.dbias);
     for (size_t pixel = 0; pixel < pixels; pixel++)
@@ -378,21 +384,22 @@ static void conv2d_parameter_gradients(Work w) {
 }
 
 /* din[n][iy][ix][c] = sum over y, x, i, j, k of dout[n][y][x][k] * weight[i][j][c][k]
-                       with y * s + i - padding = iy and x * s + j - padding = ix
-   If w.accumulate is set, the sum is added to din. gcc may not reorder the terms of a
-   floating-point sum, so it does not vectorise a loop that computes a single sum. The weights are
-   therefore transposed: the innermost loop then runs over the input channels, each with its own
-   sum. */
+                       with y * s + i - padding = iy and x * s + j - padding = ix;
+                       += if accumulate
+
+   gcc may not reorder the terms of a floating-point sum, so it does not vectorise a loop that
+   computes a single sum. The weights are therefore transposed: the innermost loop then runs over
+   the input channels, each with its own sum. */
 static void conv2d_input_gradient(Work w) {
     const Layer *l = w.l;
     const Shape I = l->in, O = l->out;
-    const size_t taps = l->kernel * l->kernel;
+    const size_t taps = l->kernel_size * l->kernel_size;
     /* LAB 1.3 BEGIN conv2d_input_gradient */
-    real *restrict transposed = w.scratch; // [tap][k][c]
+    real *restrict weight_transposed = w.scratch; // [tap][k][c]
     for (size_t tap = 0; tap < taps; tap++)
         for (size_t c = 0; c < I.c; c++)
             for (size_t k = 0; k < O.c; k++)
-                transposed[(tap * O.c + k) * I.c + c] = w.weight[(tap * I.c + c) * O.c + k];
+                weight_transposed[(tap * O.c + k) * I.c + c] = w.weight[(tap * I.c + c) * O.c + k];
     PARALLEL_FOR
     for (size_t image = 0; image < w.n; image++) {
         real *din = w.din + image * shape_size(I);
@@ -405,7 +412,7 @@ static void conv2d_input_gradient(Work w) {
                     continue;
                 const real *dout = w.dout + (image * O.h * O.w + pixel) * O.c;
                 real *restrict sums = din + (size_t)source * I.c;
-                add_products(sums, dout, transposed + tap * O.c * I.c, O.c, I.c);
+                add_products(sums, dout, weight_transposed + tap * O.c * I.c, O.c, I.c);
             }
     }
     /* LAB 1.3 END */
@@ -418,31 +425,33 @@ static void conv2d_backward_naive(Work w) {
         conv2d_input_gradient(w);
 }
 
-static size_t outputs(Work w) {
+static size_t output_size(Work w) {
     return w.n * shape_size(w.l->out);
 }
 
-// Of a forward pass. An evaluation has no key, since it draws no random numbers.
+// Whether a forward pass belongs to training. An evaluation has no key, since it draws no random
+// numbers.
 static bool is_training(Work w) {
-    return w.key;
+    return w.key != NULL;
 }
 
 // out = max(in, 0); NaN propagates. Works in place.
 static void relu_forward(Work w) {
     PARALLEL_FOR
-    for (size_t i = 0; i < outputs(w); i++)
+    for (size_t i = 0; i < output_size(w); i++)
         w.out[i] = w.in[i] < 0 ? 0 : w.in[i];
 }
 
-// din = dout where out > 0, else 0. Works in place.
+// din = dout where out > 0, else 0; += if accumulate. Works in place.
 static void relu_backward(Work w) {
     PARALLEL_FOR
-    for (size_t i = 0; i < outputs(w); i++)
+    for (size_t i = 0; i < output_size(w); i++)
         w.din[i] = (w.out[i] > 0 ? w.dout[i] : 0) + (w.accumulate ? w.din[i] : 0);
 }
 
-/* out[n][y][x][c] = max over i, j < kernel of in[n][y * stride + i - padding][...][c], and saved
-   = i * kernel + j of the first such maximum. Pixels outside of the image do not count. */
+/* out[n][y][x][c] = max over i, j < kernel_size of in[n][y * stride + i - padding][...][c]
+   saved = i * kernel_size + j of the first such maximum
+   Pixels outside of the image do not count. */
 static void maxpool2d_forward_naive(Work w) {
     const Layer *l = w.l;
     Shape I = l->in, O = l->out;
@@ -458,7 +467,7 @@ static void maxpool2d_forward_naive(Work w) {
                     best[c] = -INFINITY;
                     arg[c] = 0;
                 }
-                for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                for (size_t tap = 0; tap < l->kernel_size * l->kernel_size; tap++) {
                     ptrdiff_t source = input_pixel(l, y, x, tap);
                     if (source == OUTSIDE)
                         continue;
@@ -473,7 +482,7 @@ static void maxpool2d_forward_naive(Work w) {
     /* LAB 1.4 END */
 }
 
-// Adds each dout to the pixel that was the maximum. Unless accumulate is set, din is cleared first.
+// din = sum of dout over the windows whose maximum this pixel was; += if accumulate
 static void maxpool2d_backward(Work w) {
     const Layer *l = w.l;
     Shape I = l->in, O = l->out;
@@ -486,7 +495,7 @@ static void maxpool2d_backward(Work w) {
         for (size_t y = 0; y < O.h; y++)
             for (size_t x = 0; x < O.w; x++) {
                 size_t at = ((image * O.h + y) * O.w + x) * O.c;
-                for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+                for (size_t tap = 0; tap < l->kernel_size * l->kernel_size; tap++) {
                     ptrdiff_t source = input_pixel(l, y, x, tap);
                     if (source == OUTSIDE)
                         continue;
@@ -500,7 +509,7 @@ static void maxpool2d_backward(Work w) {
 }
 
 // out[n][c] = mean over y, x of in[n][y][x][c]
-static void avgpool2d_forward(Work w) {
+static void global_avgpool2d_forward(Work w) {
     size_t channels = w.l->in.c, pixels = w.l->in.h * w.l->in.w;
     PARALLEL_FOR
     for (size_t image = 0; image < w.n; image++) {
@@ -514,8 +523,8 @@ static void avgpool2d_forward(Work w) {
     }
 }
 
-// din[n][y][x][c] = dout[n][c] / (h * w)
-static void avgpool2d_backward(Work w) {
+// din[n][y][x][c] = dout[n][c] / (h * w); += if accumulate
+static void global_avgpool2d_backward(Work w) {
     size_t channels = w.l->in.c, pixels = w.l->in.h * w.l->in.w;
     PARALLEL_FOR
     for (size_t i = 0; i < w.n * pixels; i++)
@@ -527,18 +536,18 @@ static void avgpool2d_backward(Work w) {
 // out = in + residual
 static void add_forward(Work w) {
     PARALLEL_FOR
-    for (size_t i = 0; i < outputs(w); i++)
+    for (size_t i = 0; i < output_size(w); i++)
         w.out[i] = w.in[i] + w.residual[i];
 }
 
 // gradient = dout, or += dout if accumulate
 static void pass_gradient(Work w, real *gradient, bool accumulate) {
     PARALLEL_FOR
-    for (size_t i = 0; i < outputs(w); i++)
+    for (size_t i = 0; i < output_size(w); i++)
         gradient[i] = w.dout[i] + (accumulate ? gradient[i] : 0);
 }
 
-// dresidual = dout, din = dout
+// dresidual = dout, += if accumulate_residual; din = dout, += if accumulate
 static void add_backward(Work w) {
     if (w.dresidual)
         pass_gradient(w, w.dresidual, w.accumulate_residual);
@@ -559,26 +568,26 @@ static void add_backward(Work w) {
 enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
 
-static size_t bn_pixels(const Work *w) {
-    return w->n * w->l->in.h * w->l->in.w;
+static size_t bn_pixels(Work w) {
+    return w.n * w.l->in.h * w.l->in.w;
 }
 
 // Updates channel c in all four rows of stats. `squares` is the sum of (in - mean)^2 over m pixels.
 static void bn_update_stats(real *stats, size_t channels, size_t c, double mean, double squares,
                             size_t m) {
-    const double unbiased = squares / (double)(m > 1 ? m - 1 : 1);
+    const double unbiased_variance = squares / (double)(m > 1 ? m - 1 : 1);
     real *running_mean = stats + RUNNING_MEAN * channels + c;
     real *running_variance = stats + RUNNING_VARIANCE * channels + c;
     *running_mean = (real)((1 - bn_momentum) * (double)*running_mean + bn_momentum * mean);
     *running_variance =
-        (real)((1 - bn_momentum) * (double)*running_variance + bn_momentum * unbiased);
+        (real)((1 - bn_momentum) * (double)*running_variance + bn_momentum * unbiased_variance);
     stats[BATCH_MEAN * channels + c] = (real)mean;
     stats[BATCH_INVERSE_STD * channels + c] = (real)(1 / sqrt(squares / (double)m + bn_eps));
 }
 
 // stats (=) of the channels [first, first + count) of a training batch
 static void bn_block_stats(Work w, size_t first, size_t count) {
-    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const size_t channels = w.l->in.c, m = bn_pixels(w);
     double mean[BN_BLOCK] = {0}, squares[BN_BLOCK] = {0};
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < count; c++)
@@ -594,13 +603,17 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         bn_update_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-// Computes the statistics of this batch, updates the running ones, and sets the scale (=) of each
-// channel. Returns the means.
-static const real *bn_training_scale(Work w, real *scale) {
+// Computes the statistics of this batch and updates the running ones.
+static void bn_batch_stats(Work w) {
     const size_t channels = w.l->in.c;
     PARALLEL_FOR
     for (size_t first = 0; first < channels; first += BN_BLOCK)
         bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
+}
+
+// scale (=) of each channel, from the batch's statistics. Returns the means.
+static const real *bn_batch_scale(Work w, real *scale) {
+    const size_t channels = w.l->in.c;
     for (size_t c = 0; c < channels; c++)
         scale[c] = w.weight[c] * w.stats[BATCH_INVERSE_STD * channels + c];
     return w.stats + BATCH_MEAN * channels;
@@ -617,9 +630,11 @@ static const real *bn_running_scale(Work w, real *scale) {
 
 // out = (in - mean) * scale + bias
 static void batchnorm2d_forward_naive(Work w) {
-    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const size_t channels = w.l->in.c, m = bn_pixels(w);
     real *restrict scale = w.scratch;
-    const real *mean = is_training(w) ? bn_training_scale(w, scale) : bn_running_scale(w, scale);
+    if (is_training(w))
+        bn_batch_stats(w);
+    const real *mean = is_training(w) ? bn_batch_scale(w, scale) : bn_running_scale(w, scale);
     PARALLEL_FOR
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++)
@@ -628,9 +643,9 @@ static void batchnorm2d_forward_naive(Work w) {
 
 // dbias, dweight (=) of the channels [first, first + count)
 static void bn_block_gradients(Work w, size_t first, size_t count) {
-    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const size_t channels = w.l->in.c, m = bn_pixels(w);
     const real *mean = w.stats + BATCH_MEAN * channels;
-    const real *inverse = w.stats + BATCH_INVERSE_STD * channels;
+    const real *inverse_std = w.stats + BATCH_INVERSE_STD * channels;
     double dout_sum[BN_BLOCK] = {0}, product_sum[BN_BLOCK] = {0};
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < count; c++) {
@@ -640,16 +655,16 @@ static void bn_block_gradients(Work w, size_t first, size_t count) {
         }
     for (size_t c = 0; c < count; c++) {
         w.dbias[first + c] = (real)dout_sum[c];
-        w.dweight[first + c] = (real)product_sum[c] * inverse[first + c];
+        w.dweight[first + c] = (real)product_sum[c] * inverse_std[first + c];
     }
 }
 
 /* dbias = sum of dout      dweight = sum of dout * x, where x = (in - mean) / sqrt(variance + eps)
-   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m) */
+   din = weight / sqrt(variance + eps) * (dout - dbias / m - x * dweight / m); += if accumulate */
 static void batchnorm2d_backward_naive(Work w) {
-    const size_t channels = w.l->in.c, m = bn_pixels(&w);
+    const size_t channels = w.l->in.c, m = bn_pixels(w);
     const real *mean = w.stats + BATCH_MEAN * channels;
-    const real *inverse = w.stats + BATCH_INVERSE_STD * channels;
+    const real *inverse_std = w.stats + BATCH_INVERSE_STD * channels;
     PARALLEL_FOR
     for (size_t first = 0; first < channels; first += BN_BLOCK)
         bn_block_gradients(w, first, min_size(BN_BLOCK, channels - first));
@@ -659,9 +674,9 @@ static void batchnorm2d_backward_naive(Work w) {
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++) {
             size_t at = i * channels + c;
-            real x = (w.in[at] - mean[c]) * inverse[c];
+            real x = (w.in[at] - mean[c]) * inverse_std[c];
             real d = w.dout[at] - (w.dbias[c] + x * w.dweight[c]) / (real)m;
-            w.din[at] = w.weight[c] * inverse[c] * d + (w.accumulate ? w.din[at] : 0);
+            w.din[at] = w.weight[c] * inverse_std[c] * d + (w.accumulate ? w.din[at] : 0);
         }
 }
 
@@ -694,7 +709,7 @@ static void dropout_image(Work w, size_t image) {
         dropout_draw(bits, w, image, start / BLOCK);
         for (size_t i = 0; i < min_size(BLOCK, size - start); i++) {
             const size_t at = image * size + start + i;
-            const uint32_t draw = bits[i / 2] >> 16 * (i % 2) & 0xffff;
+            const uint32_t draw = (bits[i / 2] >> (16 * (i % 2))) & 0xffff;
             w.saved[at] = draw >= threshold;
             w.out[at] = w.saved[at] ? w.in[at] * scale : 0;
         }
@@ -704,7 +719,7 @@ static void dropout_image(Work w, size_t image) {
 // In evaluation, out = in.
 static void dropout_forward_naive(Work w) {
     if (!is_training(w)) {
-        memmove(w.out, w.in, outputs(w) * sizeof *w.out);
+        memmove(w.out, w.in, output_size(w) * sizeof *w.out);
         return;
     }
     PARALLEL_FOR
@@ -712,11 +727,11 @@ static void dropout_forward_naive(Work w) {
         dropout_image(w, image);
 }
 
-// din = dout / (1 - p) where the mask is set, else 0
+// din = dout / (1 - p) where the mask is set, else 0; += if accumulate
 static void dropout_backward(Work w) {
     const real scale = 1 / (1 - w.l->p);
     PARALLEL_FOR
-    for (size_t i = 0; i < outputs(w); i++)
+    for (size_t i = 0; i < output_size(w); i++)
         w.din[i] = w.dout[i] * (w.saved[i] ? scale : 0) + (w.accumulate ? w.din[i] : 0);
 }
 
@@ -739,7 +754,8 @@ static void log_softmax_forward(Work w) {
     }
 }
 
-// din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out)
+// din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out). Never +=, since
+// backward begins with this row, the last.
 static void log_softmax_backward(Work w) {
     const size_t classes = w.l->out.c;
     /* LAB 1.6 BEGIN log_softmax_backward */
@@ -754,7 +770,7 @@ static void log_softmax_backward(Work w) {
     /* LAB 1.6 END */
 }
 
-// The most likely class of an image, the first of several
+// The most likely class of an image; if several are equally likely, the first of them
 static size_t most_likely(const real *logp, size_t classes) {
     size_t best = 0;
     for (size_t k = 1; k < classes; k++)
@@ -796,9 +812,10 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
 
    The remaining types, and helper functions. The first half is shared with cnn_kernels.cu:
    settings, data, and a kind of device with the kernels that compute on it. The second half is the
-   clock, errors, memory, files, hashes and the events of a trace. An error ends in die(), with one
-   line that says what failed and where and, if possible, what was expected, what was found and what
-   to do. (The one exception is main(), which checks the CPU before anything else.) */
+   clock, errors, threads, memory, files, the limits of the machine, hashes and the events of a
+   trace. An error ends in die(), with one line that says what failed and where and, if possible,
+   what was expected, what was found and what to do. (The one exception is main(), which checks the
+   CPU before anything else.) */
 
 #endif // CNN_DECLARATIONS_ONLY
 
@@ -809,7 +826,7 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
 enum { NOT_CHOSEN = -1 };
 typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
-typedef enum { ADADELTA, SGD } OptimizerChoice;
+typedef enum { ADADELTA, SGD, OPTIMIZERS } OptimizerChoice;
 typedef enum { SCHEDULE_STEP, SCHEDULE_COSINE } Schedule;
 typedef enum { SCALE_LR_NONE, SCALE_LR_LINEAR, SCALE_LR_SQRT } LrScaling;
 typedef enum { KERNELS_BEST = NOT_CHOSEN, NAIVE, FAST, TILED, TENSOR } KernelsChoice;
@@ -878,17 +895,17 @@ static inline HOST_DEVICE float neighbour_share(Neighbours n, size_t which) {
 }
 
 typedef struct Dataset Dataset;
-typedef enum { TRAINING_SET, TEST_SET } DatasetPart;
+typedef enum { TRAINING_SET, TEST_SET } Split;
 
 // What is known about a data set
 typedef struct DatasetInfo {
     const char *name;
     Shape shape;
     size_t classes;         // the number of classes
-    size_t counts[2];       // the number of images, by DatasetPart
+    size_t counts[2];       // the number of images, by Split
     double mean[3], std[3]; // for each channel, where pixels are scaled to [0, 1]
-    void (*read)(Dataset *data, const char *dir, DatasetPart part, size_t limit);
-    const char *files[2][6]; // by DatasetPart; NULL ends each list
+    void (*read)(Dataset *data, const char *dir, Split split, size_t limit);
+    const char *files[2][6]; // by Split; NULL ends each list
     const char *class_names; // separated by spaces, or NULL if the classes are only numbered
 } DatasetInfo;
 
@@ -928,14 +945,14 @@ typedef struct Batch {
 // ---- Devices and their kernels
 
 enum {
-    MAX_REPLICAS = 64,  // networks of a process that train together, each in its own thread
+    MAX_REPLICAS = 64,  // networks that train together in one process, each in its own thread
     MAX_THREADS = 1024, // of a replica
     MAX_LAYERS = 1024,  // rows of a network
     MAX_ARENAS = 24     // of a memory plan
 };
 
-// A mark is a numbered point in a replica's queue of work, like an event in a CUDA stream. The
-// clock of train() uses the first CLOCK_MARKS numbers.
+// A mark is a numbered point in a replica's queue of operations, like an event in a CUDA stream.
+// The clock of train() uses the first CLOCK_MARKS numbers.
 enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
     // one for each bucket of gradients (section 10)
@@ -966,7 +983,7 @@ typedef enum {
     FUSED_INTO_EARLIER // by the kernels of an earlier row
 } RowMode;
 
-// What changes from step to step. It lies in the device's memory; kernels get a pointer to it.
+// What changes from step to step. It is in device memory; kernels get a pointer to it.
 typedef struct StepInputs {
     RandomKey key;
     double lr;
@@ -977,15 +994,15 @@ typedef struct StepInputs {
      interval and ends the run.
    - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
      update divides by it. Gradients that are not finite skip one update and halve the scale; after
-     SCALE_STEPS steps without any it is doubled. (Micikevicius et al., "Mixed precision training",
-     arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
+     GROWTH_INTERVAL steps without any it is doubled. (Micikevicius et al., "Mixed precision
+     training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 struct LossScale {
     float scale;         // 1 in other precisions
     uint32_t steps;      // since the scale was changed
     uint32_t skipped;    // updates in the whole run
     uint32_t not_finite; // losses and gradients: in fp16 of this step, else of all steps
 };
-enum { FIRST_SCALE = 65536, SCALE_STEPS = 2000 };
+enum { INIT_SCALE = 65536, GROWTH_INTERVAL = 2000 };
 
 // What an optimizer updates: `count` parameters, and the state that it keeps for each of them.
 typedef struct Update {
@@ -1000,7 +1017,7 @@ typedef struct Update {
 } Update;
 
 // Nsight shows nested ranges of time for a thread. Their levels, the outermost first:
-typedef enum { RANGE_STEP, RANGE_LINE, RANGE_ROW } RangeLevel;
+typedef enum { NSIGHT_STEP, NSIGHT_LINE, NSIGHT_ROW } NsightLevel;
 
 // What a device reports about itself
 typedef struct DeviceInfo {
@@ -1008,7 +1025,7 @@ typedef struct DeviceInfo {
     char uuid[48], driver[32];     // empty on a CPU
     double memory;                 // bytes that this process may use
     bool emulated;                 // GPU code that runs on the CPU: its times mean nothing
-    bool tensor_cores[PRECISIONS]; // some that --kernels tensor can use in that precision
+    bool tensor_cores[PRECISIONS]; // by precision: whether --kernels tensor can use them
 } DeviceInfo;
 
 /* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
@@ -1018,7 +1035,7 @@ typedef struct Device {
     bool is_gpu;
     // GPU: how many there are; if 0, it stores the reason
     size_t (*count)(const char **why_not);
-    // the calling thread computes for this replica, on device `number`; errors go to on_error
+    // makes the calling thread compute for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
     void (*describe)(DeviceInfo *info); // the device of the calling thread
     void *(*alloc)(size_t bytes);       // zeroed device memory, or NULL if there is not enough
@@ -1026,8 +1043,8 @@ typedef struct Device {
     // GPU: zeroed host memory that the device reads directly
     void *(*pinned_alloc)(size_t bytes);
     void (*pinned_release)(void *memory);
-    // queues a copy within the device, or copies between host and device, either way: that is
-    // complete on return, except while a graph is captured
+    // Queues a copy within the device. A copy between host and device, in either direction, is
+    // complete on return, except while a graph is captured.
     void (*copy)(void *to, const void *from, size_t bytes);
     void (*clear)(void *memory, size_t bytes);         // queues: memory of the device = 0
     void (*set_step)(StepInputs *to, StepInputs step); // queues: *to = step, on the device
@@ -1039,19 +1056,20 @@ typedef struct Device {
        concurrently with the device's operations. */
     void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
-    void (*mark)(size_t i);                    // marks the end of the work queued so far
+    void (*mark)(size_t i);                    // marks the end of what is queued so far
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
-    void (*wait)(size_t replica, size_t mark); // waits until it has passed the mark
+    void (*wait)(size_t replica, size_t mark); // waits until that replica's device passes it
     /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
        copies to and from pinned memory. capture(false) returns them as a graph, which
        replay() queues. */
     void *(*capture)(bool begin);
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
-    double (*peak_gflops)(void); // measures it, 2 operations a multiply-add; NAN if unknown
+    // in GFLOP/s, measured; a multiply-add is 2 operations; NAN if unknown
+    double (*peak_gflops)(void);
     // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it. Begins
     // a range of this name, unless it is NULL.
-    void (*range)(RangeLevel level, const char *name);
+    void (*nsight_range)(NsightLevel level, const char *name);
     void (*record)(bool on); // starts or stops the recording of Nsight
 } Device;
 
@@ -1073,11 +1091,10 @@ typedef struct Kernels {
     void (*nll_loss)(real *losses, real *correct, real *dlogp, const real *logp,
                      const uint8_t *labels, size_t n, size_t batch, size_t classes,
                      double smoothing, LossScale *scale);
-    void (*adadelta)(Update u);
-    void (*sgd)(Update u);
-    /* The rest is for the fast kernels; skip it on a first reading. Row l is the only
-       reader of what the kernels of row `target` write. fuse() decides whether these kernels also
-       compute row l; `fused` lists what they compute so far. */
+    void (*update[OPTIMIZERS])(Update u);
+    /* The rest is for the fast kernels; skip it on a first reading. fuse() is asked only if row l
+       is the sole reader of what the kernels of row `target` write. It decides whether these
+       kernels also compute l; `fused` lists what they already compute besides `target`. */
     RowMode (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
     // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
@@ -1198,14 +1215,26 @@ static void set_num_threads(size_t count) {
     omp_set_num_threads((int)count);
 }
 
+// Starts a thread that calls function(data). `what` names it in the error message.
+static void start_thread(pthread_t *thread, void *(*function)(void *), void *data,
+                         const char *what) {
+    const int error = pthread_create(thread, NULL, function, data);
+    if (error)
+        die(1, "cannot start %s: %s; ulimit -u limits threads, and ulimit -v their memory", what,
+            strerror(error));
+}
+
 // ---- Memory
+
+enum { CACHE_LINE = 64 }; // in bytes
 
 // Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
 static void *zeroed_alloc(size_t bytes) {
     void *memory = NULL;
-    if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, 64, bytes + 128) != 0)
+    const size_t padded = bytes + 2 * CACHE_LINE;
+    if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, CACHE_LINE, padded) != 0)
         return NULL;
-    return memset(memory, 0, bytes + 128);
+    return memset(memory, 0, padded);
 }
 
 static _Noreturn void die_no_memory(size_t bytes, const char *what) {
@@ -1279,7 +1308,8 @@ static void memory_plan_add(MemoryPlan *p, void *destination, size_t bytes, Memo
 
 static void memory_plan_alloc(const MemoryPlan *p) {
     const Device *d = p->device;
-    void *(*const alloc[])(size_t) = {zeroed_alloc, d->pinned_alloc, d->alloc};
+    void *(*const alloc[])(size_t) = {
+        [HOST] = zeroed_alloc, [PINNED] = d->pinned_alloc, [DEVICE] = d->alloc};
     for (size_t i = 0; i < p->count; i++) {
         void *memory = alloc[p->arenas[i].where](p->arenas[i].bytes);
         if (!memory)
@@ -1290,7 +1320,8 @@ static void memory_plan_alloc(const MemoryPlan *p) {
 
 static void memory_plan_free(const MemoryPlan *p) {
     const Device *d = p->device;
-    void (*const release[])(void *) = {free, d->pinned_release, d->release};
+    void (*const release[])(void *) = {
+        [HOST] = free, [PINNED] = d->pinned_release, [DEVICE] = d->release};
     for (size_t i = 0; i < p->count; i++) {
         void *memory;
         memcpy(&memory, p->arenas[i].destination, sizeof memory);
@@ -1351,17 +1382,17 @@ typedef struct AtomicFile {
     char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
 } AtomicFile;
 
-// If path is NULL, what is written is discarded.
+// Opens a file that discards what is written.
+static void atomic_open_discarded(AtomicFile *f) {
+    *f = (AtomicFile){.stream = fopen("/dev/null", "wb")};
+    if (!f->stream)
+        die_file("cannot open", "/dev/null");
+}
+
 static void atomic_open(AtomicFile *f, const char *path) {
     struct stat old;
-    const bool exists = path && stat(path, &old) == 0;
+    const bool exists = stat(path, &old) == 0;
     *f = (AtomicFile){.stream = NULL};
-    if (!path) {
-        f->stream = fopen("/dev/null", "wb");
-        if (!f->stream)
-            die_file("cannot open", "/dev/null");
-        return;
-    }
     if (exists && !S_ISREG(old.st_mode))
         die(1, "cannot write %s: it exists and is not a regular file; choose another name", path);
     if (!realpath(path, f->path))
@@ -1422,29 +1453,29 @@ static size_t environment_number(const char *name) {
     return (size_t)atoi(text);
 }
 
-// line = the first line of a file that begins with `begin`, or "" if no line does
-static void find_line(char line[PATH_SIZE], const char *path, const char *begin) {
+// line = the first line of a file that begins with `prefix`, or "" if no line does
+static void find_line(char line[PATH_SIZE], const char *path, const char *prefix) {
     char next[PATH_SIZE];
     FILE *f = fopen(path, "r");
     *line = 0;
     if (!f)
         return;
     while (fgets(next, sizeof next, f)) {
-        if (strncmp(next, begin, strlen(begin)) != 0)
-            continue;
-        strcpy(line, next);
-        break;
+        if (strncmp(next, prefix, strlen(prefix)) == 0) {
+            strcpy(line, next);
+            break;
+        }
     }
     fclose(f);
     line[strcspn(line, "\n")] = 0;
 }
 
-// The memory, in bytes, that the cgroup of this process allows (version 2). `table` is in the
-// format of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
-static double cgroup_limit(const char *table, const char *root) {
+// The memory, in bytes, that this process's cgroup (version 2) allows. `cgroup_file` has the format
+// of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
+static double cgroup_limit(const char *cgroup_file, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
     double limit;
-    find_line(line, table, "0::");
+    find_line(line, cgroup_file, "0::");
     if (!*line)
         return INFINITY;
     snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
@@ -1545,9 +1576,10 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
       moments, scratch  working memory of the kernels
       losses            of each image of the current batch; after them, 1 for each image that is
                         classified correctly, and 0 for the others
-      labels            of the current batch */
+      labels            of the current batch
+   and, small or for GPUs only: transposed, prepared, staging, step and loss_scale (see Net). */
 
-enum { ALIGN = 64 / sizeof(real) };
+enum { ALIGN = CACHE_LINE / sizeof(real) }; // in elements
 
 /* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu,
    where the kernels of the batchnorm also compute the ReLU:
@@ -1559,10 +1591,11 @@ typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     RowMode mode;
     Fusion fused;           // what the kernels of this row compute as well
-    size_t residual;        // the row that an add, fused or not, adds; 0: none, or the images
+    size_t residual;        // the row that an add, fused or not, adds; without an add 0
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;           // offset into saved: argmax of a max-pool, mask of a dropout
+    size_t prepared;        // offset into prepared: what the kernels keep
 } RowPlan;
 
 typedef struct Net {
@@ -1573,7 +1606,7 @@ typedef struct Net {
     const Device *device;          // of these kernels
     Layer layers[MAX_LAYERS];      // row 0 is the input
     RowPlan row_plans[MAX_LAYERS]; // of the same rows
-    size_t count;                  // rows
+    size_t layer_count;            // rows of both
     size_t classes;
     size_t parameter_count;
     size_t max_batch;      // the largest number of images in a training step
@@ -1593,15 +1626,14 @@ typedef struct Net {
     // back in staging[0]: the losses and what was classified correctly, or the outputs.
     real *staging[2];
     uint8_t *saved, *labels;
-    char *prepared;                 // what the kernels keep
-    size_t prepared_at[MAX_LAYERS]; // each row's offset into it
-    MemoryPlan plan;                // of these arenas
+    char *prepared;  // what the kernels keep
+    MemoryPlan plan; // of these arenas
     // the current step
     StepInputs *step;       // of the batch that net_load() has loaded
     real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
     size_t world;           // how many ranks share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
-    // If not NULL, backward() calls it when the gradients from offset `first` on are finished.
+    // If not NULL, backward() calls it when the gradients at offset `first` and above are complete.
     void (*on_gradients)(void *context, size_t first);
     void *context;
     bool marks_rows; // marks at the start and the end of each row
@@ -1609,14 +1641,15 @@ typedef struct Net {
     double *flops;   // if not NULL, backward stores here what each row executes
 } Net;
 
-/* Properties of each kind. A row of a kind that needs_out may not be overwritten in place, because
-   its backward reads the values of its output. A ReLU's backward only reads which are positive: a
+/* Properties of each kind. A row whose kind has needs_out set may not be overwritten in place,
+   because its backward reads its output. ReLU's backward only reads which outputs are positive: a
    dropout in place may set such an element to zero, but then its gradient is also zero. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
-    // how often forward and backward together read or write each element, at least. A byte of a
-    // mask counts as a quarter of an element.
+    // How often forward and backward together read or write each element, at least. The comments at
+    // the rows name the arrays, first the forward pass's. A byte of a mask counts as a quarter of
+    // an element.
     double in_accesses;  // of the input and the weights
     double out_accesses; // of the output
     bool saves;          // a byte for each output: an argmax or a mask
@@ -1624,19 +1657,28 @@ static const struct {
     size_t stats; // rows of statistics, with one number for each channel
 } kinds[KINDS] = {
     [INPUT] = {.name = "input"},
+    // in, weight, out; backward: in, dweight, dout; din, weight, dout
     [CONV2D] = {.name = "conv2d", .flops = 2, .in_accesses = 3, .out_accesses = 3},
+    // in twice, out; backward: in twice, dout twice, din
     [BATCHNORM2D] = {.name = "batchnorm2d", .stats = STATS_ROWS, .out_accesses = 8},
+    // in, out; backward: out, dout, din
     [RELU] = {.name = "relu", .out_accesses = 5},
+    // in, out, mask; backward: dout, mask, din
     [MAXPOOL2D] = {.name = "maxpool2d", .saves = true, .in_accesses = 2, .out_accesses = 2.5},
-    [AVGPOOL2D] = {.name = "global average pool", .in_accesses = 2, .out_accesses = 2},
+    // in, out; backward: dout, din
+    [GLOBAL_AVGPOOL2D] = {.name = "global average pool", .in_accesses = 2, .out_accesses = 2},
+    // in, residual, out; backward: nothing, since the gradients share memory
     [ADD] = {.name = "add", .out_accesses = 3},
+    // in, out, mask; backward: dout, mask, din
     [DROPOUT] = {.name = "dropout", .saves = true, .out_accesses = 4.5},
+    // as a convolution
     [LINEAR] = {.name = "linear", .flops = 2, .in_accesses = 3, .out_accesses = 3},
+    // in, out; backward: out, dout, din
     [LOG_SOFTMAX] = {.name = "log_softmax", .needs_out = true, .out_accesses = 5},
 };
 
 static size_t last_row(const Net *net) {
-    return net->count - 1;
+    return net->layer_count - 1;
 }
 
 static size_t align_up(size_t count) {
@@ -1644,21 +1686,21 @@ static size_t align_up(size_t count) {
 }
 
 static size_t add_layer(Net *net, Layer l) {
-    if (net->count == MAX_LAYERS)
+    if (net->layer_count == MAX_LAYERS)
         die(1, "model %s: more than %d layers; raise MAX_LAYERS in cnn.c", net->model, MAX_LAYERS);
-    net->layers[net->count] = l;
-    net->count++;
+    net->layers[net->layer_count] = l;
+    net->layer_count++;
     return last_row(net);
 }
 
-// Reserves `size` at the end of an arena. Returns its offset.
+// Reserves `size` at the end of an arena and returns the offset.
 static size_t reserve(size_t *arena_size, size_t size) {
     const size_t offset = *arena_size;
     *arena_size += size;
     return offset;
 }
 
-// Reserves room for `count` parameters. Returns its offset.
+// Reserves room for `count` parameters and returns the offset.
 static size_t add_params(Net *net, size_t count) {
     net->parameter_count += count;
     net->staging_size = max_size(net->staging_size, count);
@@ -1668,7 +1710,7 @@ static size_t add_params(Net *net, size_t count) {
 // Adds a layer with parameters, named as in PyTorch's examples: conv1, conv2, ..., fc1, fc2, ...
 static size_t add_with_weights(Net *net, Layer l, const char *prefix) {
     size_t number = 1;
-    for (size_t i = 0; i < net->count; i++)
+    for (size_t i = 0; i < net->layer_count; i++)
         if (net->layers[i].kind == l.kind)
             number++;
     snprintf(l.name, sizeof l.name, "%s%zu", prefix, number);
@@ -1686,15 +1728,19 @@ static size_t set_row_name(Net *net, size_t x, const char *block, const char *na
 enum { MAX_WINDOW = 11 };
 
 static bool window_fits(const Layer *l, size_t channels) {
-    return l->kernel >= 1 && l->kernel <= MAX_WINDOW && l->stride >= 1 && l->stride <= MAX_WINDOW &&
-           l->padding < l->kernel && channels > 0 && l->in.h + 2 * l->padding >= l->kernel &&
-           l->in.w + 2 * l->padding >= l->kernel;
+    const bool size_fits = l->kernel_size >= 1 && l->kernel_size <= MAX_WINDOW;
+    const bool stride_fits = l->stride >= 1 && l->stride <= MAX_WINDOW;
+    const bool padding_fits = l->padding < l->kernel_size;
+    const bool high_enough = l->in.h + 2 * l->padding >= l->kernel_size;
+    const bool wide_enough = l->in.w + 2 * l->padding >= l->kernel_size;
+    return size_fits && stride_fits && padding_fits && high_enough && wide_enough && channels > 0;
 }
 
 // A layer whose window slides over row x. Dies if the window does not fit.
-static Layer window_layer(const Net *net, size_t x, LayerKind kind, size_t channels, size_t kernel,
-                          size_t stride, size_t padding) {
-    Layer l = {.kind = kind, .input = x, .kernel = kernel, .stride = stride, .padding = padding};
+static Layer window_layer(const Net *net, size_t x, LayerKind kind, size_t channels,
+                          size_t kernel_size, size_t stride, size_t padding) {
+    Layer l = {
+        .kind = kind, .input = x, .kernel_size = kernel_size, .stride = stride, .padding = padding};
     const Shape in = net->layers[x].out;
     l.in = in;
     if (!window_fits(&l, channels))
@@ -1702,37 +1748,39 @@ static Layer window_layer(const Net *net, size_t x, LayerKind kind, size_t chann
             "model %s: %s at row %zu: a window of %zu x %zu, stride %zu, padding %zu, to %zu "
             "channels cannot slide over %zu x %zu pixels; expected 1 x 1 to %d x %d, not larger "
             "than the image, a stride of 1 to %d, a padding below the window's size",
-            net->model, kinds[kind].name, net->count, kernel, kernel, stride, padding, channels,
-            in.h, in.w, MAX_WINDOW, MAX_WINDOW, MAX_WINDOW);
-    l.out.h = (in.h + 2 * padding - kernel) / stride + 1;
-    l.out.w = (in.w + 2 * padding - kernel) / stride + 1;
+            net->model, kinds[kind].name, net->layer_count, kernel_size, kernel_size, stride,
+            padding, channels, in.h, in.w, MAX_WINDOW, MAX_WINDOW, MAX_WINDOW);
+    l.out.h = (in.h + 2 * padding - kernel_size) / stride + 1;
+    l.out.w = (in.w + 2 * padding - kernel_size) / stride + 1;
     l.out.c = channels;
     return l;
 }
 
 // nn.Conv2d(in_channels = channels of x, out_channels, kernel_size, stride, padding, bias = bias)
-static size_t conv2d_with_bias(Net *net, size_t x, size_t out_channels, size_t kernel,
-                               size_t stride, size_t padding, bool bias) {
-    Layer l = window_layer(net, x, CONV2D, out_channels, kernel, stride, padding);
-    l.weight_count = kernel * kernel * l.in.c * out_channels;
+static size_t conv2d_bias(Net *net, size_t x, size_t out_channels, size_t kernel_size,
+                          size_t stride, size_t padding, bool bias) {
+    Layer l = window_layer(net, x, CONV2D, out_channels, kernel_size, stride, padding);
+    l.weight_count = kernel_size * kernel_size * l.in.c * out_channels;
     l.bias_count = bias ? out_channels : 0;
     return add_with_weights(net, l, "conv");
 }
 
 // The same with bias = True, PyTorch's default
-static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel, size_t stride,
+static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel_size, size_t stride,
                      size_t padding) {
-    return conv2d_with_bias(net, x, out_channels, kernel, stride, padding, true);
+    return conv2d_bias(net, x, out_channels, kernel_size, stride, padding, true);
 }
 
 // nn.Linear(in_features = size of x, out_features), with x flattened
 static size_t linear(Net *net, size_t x, size_t out_features) {
-    Layer l = {.kind = LINEAR, .input = x, .kernel = 1, .stride = 1, .bias_count = out_features};
+    Layer l = {
+        .kind = LINEAR, .input = x, .kernel_size = 1, .stride = 1, .bias_count = out_features};
     l.in = (Shape){1, 1, shape_size(net->layers[x].out)};
     l.out = (Shape){1, 1, out_features};
     l.weight_count = l.in.c * out_features;
     if (out_features == 0)
-        die(1, "model %s: linear at row %zu: expected at least 1 output", net->model, net->count);
+        die(1, "model %s: linear at row %zu: expected at least 1 output", net->model,
+            net->layer_count);
     return add_with_weights(net, l, "fc");
 }
 
@@ -1759,7 +1807,7 @@ static size_t add(Net *net, size_t a, size_t b) {
     Shape s = net->layers[a].out, t = net->layers[b].out;
     if (s.h != t.h || s.w != t.w || s.c != t.c)
         die(1, "model %s: add at row %zu: expected equal shapes, found %zux%zux%zu and %zux%zux%zu",
-            net->model, net->count, s.h, s.w, s.c, t.h, t.w, t.c);
+            net->model, net->layer_count, s.h, s.w, s.c, t.h, t.w, t.c);
     size_t x = add_same_shape(net, max_size(a, b), ADD, 0);
     net->layers[x].other = min_size(a, b);
     return x;
@@ -1769,7 +1817,7 @@ static size_t add(Net *net, size_t a, size_t b) {
 static size_t dropout(Net *net, size_t x, real p) {
     if (!(p >= 0 && p < 1))
         die(1, "model %s: dropout at row %zu: expected a probability from 0 to below 1, found %g",
-            net->model, net->count, (double)p);
+            net->model, net->layer_count, (double)p);
     return add_same_shape(net, x, DROPOUT, p);
 }
 
@@ -1777,39 +1825,45 @@ static size_t dropout(Net *net, size_t x, real p) {
 static size_t log_softmax(Net *net, size_t x) {
     if (net->layers[x].out.h * net->layers[x].out.w != 1)
         die(1, "model %s: log_softmax at row %zu: expected 1 x 1 pixel, found %zu x %zu",
-            net->model, net->count, net->layers[x].out.h, net->layers[x].out.w);
+            net->model, net->layer_count, net->layers[x].out.h, net->layers[x].out.w);
     return add_same_shape(net, x, LOG_SOFTMAX, 0);
 }
 
 // nn.MaxPool2d(kernel_size, stride, padding)
-static size_t maxpool2d(Net *net, size_t x, size_t kernel, size_t stride, size_t padding) {
+static size_t maxpool2d(Net *net, size_t x, size_t kernel_size, size_t stride, size_t padding) {
     const size_t channels = net->layers[x].out.c;
-    return add_layer(net, window_layer(net, x, MAXPOOL2D, channels, kernel, stride, padding));
+    return add_layer(net, window_layer(net, x, MAXPOOL2D, channels, kernel_size, stride, padding));
 }
 
 // nn.AdaptiveAvgPool2d(1): the mean over all pixels
 static size_t global_avgpool2d(Net *net, size_t x) {
     Shape s = net->layers[x].out;
-    return add_layer(net, (Layer){.kind = AVGPOOL2D, .input = x, .in = s, .out = {1, 1, s.c}});
+    return add_layer(net,
+                     (Layer){.kind = GLOBAL_AVGPOOL2D, .input = x, .in = s, .out = {1, 1, s.c}});
 }
 
 // ---- Fusion
 
 // How often a layer reads a row: x + x reads x twice.
 static size_t reads_of(const Layer *l, size_t row) {
-    const bool as_other = l->kind == ADD && l->other == row;
-    return (size_t)(l->input == row) + (size_t)as_other;
+    size_t reads = 0;
+    if (l->input == row)
+        reads++;
+    if (l->kind == ADD && l->other == row)
+        reads++;
+    return reads;
 }
 
 // How often all layers after a row read it
 static size_t count_reads(const Net *net, size_t row) {
     size_t count = 0;
-    for (size_t i = row + 1; i < net->count; i++)
+    for (size_t i = row + 1; i < net->layer_count; i++)
         count += reads_of(&net->layers[i], row);
     return count;
 }
 
-// Whether a row's output may be overwritten: it has one reader, and no backward pass needs it.
+// Whether a row's only reader may overwrite its output, since the row's own backward pass does not
+// need it. Whether the reader's does, fuse() knows.
 static bool may_overwrite(const Net *net, size_t row) {
     const Layer *l = &net->layers[row], *producer = &net->layers[net->row_plans[row].computed_by];
     return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].needs_out &&
@@ -1846,6 +1900,11 @@ static void fuse_pool(Net *net, RowPlan *conv, size_t conv_input, const Layer *p
         before->fused.relu_backward = false;
 }
 
+// Whether a row is computed by kernels of its own, not by those of an earlier row
+static bool has_kernels(const RowPlan *plan) {
+    return plan->mode != FUSED_INTO_EARLIER;
+}
+
 // Makes the kernels of row `target`, which compute the input of row i, compute row i as well.
 static void fuse_row(Net *net, size_t i, size_t target) {
     const Layer *l = &net->layers[i];
@@ -1867,14 +1926,14 @@ static void link_moments(Net *net, size_t i) {
     if (size == 0)
         return;
     net->row_plans[i].fused.moments_partner = before;
-    net->row_plans[i - 1].fused.moments_partner = l;
+    net->row_plans[l->input].fused.moments_partner = l;
     net->moments_size = max_size(net->moments_size, size);
 }
 
 // Asks the kernels how each row is computed.
 static void plan_fusion(Net *net) {
     const Kernels *k = net->kernels;
-    for (size_t i = 0; i < net->count; i++) {
+    for (size_t i = 0; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         RowPlan *plan = &net->row_plans[i];
         const size_t target = net->row_plans[l->input].computed_by;
@@ -1891,25 +1950,24 @@ static void plan_fusion(Net *net) {
 
 // ---- Memory of the gradients
 
-/* The gradient of a sum is the gradient of both its inputs. So the gradient of the residual can
-   share the memory of the sum's gradient, where an add that is not fused would copy it:
+/* Whether the residual of `row` may keep its gradient in the memory of the sum's gradient: both are
+   the same, and an add that is not fused would copy it. With row = 3,
      row            reads
      1 relu         0
      2 conv         1
      3 batchnorm    2          its kernels also compute row 4; its residual is row 1
      4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
-   True if the kernels of `row`, here 3, may share gradients that way. They may not if a later row
-   also reads row 1: its backward would run earlier and write to the shared memory. */
+   row 1 may, unless a later row reads it, too: the backward pass of such a row would run earlier
+   and write to the shared memory. */
 static bool may_share_gradient(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
-    const size_t source = plans[plans[row].residual].computed_by; // of the residual
-    if (!plans[row].fused.add || source == 0)
+    const size_t residual_writer = plans[plans[row].residual].computed_by;
+    if (!plans[row].fused.add || residual_writer == 0)
         return false;
-    for (size_t i = row; i < net->count; i++) {
-        const bool has_kernels = plans[i].mode != FUSED_INTO_EARLIER;
-        const bool as_input = plans[net->layers[i].input].computed_by == source;
-        const bool as_residual = i > row && plans[plans[i].residual].computed_by == source;
-        if (has_kernels && (as_input || as_residual))
+    for (size_t i = row; i < net->layer_count; i++) {
+        const bool as_input = plans[net->layers[i].input].computed_by == residual_writer;
+        const bool as_residual = i > row && plans[plans[i].residual].computed_by == residual_writer;
+        if (has_kernels(&plans[i]) && (as_input || as_residual))
             return false;
     }
     return true;
@@ -1939,7 +1997,7 @@ static const GradientBlock *find_conflict(const GradientBlock *block, const Grad
     return NULL;
 }
 
-// First fit: moves `block` to the lowest offset at which no gradient is used at the same time.
+// First fit: sets block->offset to the lowest at which no placed gradient is used at the same time.
 static void place_gradient(GradientBlock *block, const GradientBlock *placed, size_t count) {
     block->offset = 0;
     const GradientBlock *conflict = find_conflict(block, placed, count);
@@ -1954,24 +2012,25 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
     return l->kind == LOG_SOFTMAX ? sizeof(real) : net->kernels->element_bytes;
 }
 
-// owner[row]: the row whose gradient's memory this row shares, or the row itself
-static void assign_gradient_owners(const Net *net, size_t *owner) {
-    for (size_t i = 0; i < net->count; i++)
-        owner[i] = i;
+// same_memory_as[row] = the row whose memory the row's gradient shares, or the row itself. A row
+// that is computed in place or fused uses its input's gradient; so may a residual.
+static void find_shared_gradients(const Net *net, size_t *same_memory_as) {
+    for (size_t i = 0; i < net->layer_count; i++)
+        same_memory_as[i] = i;
     for (size_t i = last_row(net); i > 0; i--) {
         if (net->row_plans[i].mode != SEPARATE)
-            owner[net->layers[i].input] = owner[i];
+            same_memory_as[net->layers[i].input] = same_memory_as[i];
         if (net->row_plans[i].residual && may_share_gradient(net, i))
-            owner[net->row_plans[i].residual] = owner[i];
+            same_memory_as[net->row_plans[i].residual] = same_memory_as[i];
     }
 }
 
-static GradientBlock gradient_block_of(const Net *net, size_t row, const size_t *owner) {
+static GradientBlock gradient_block_of(const Net *net, size_t row, const size_t *same_memory_as) {
     const Layer *l = &net->layers[row];
     GradientBlock block = {.first_row = row, .last_row = row};
     block.size = align_up(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
-    for (size_t i = 1; i < net->count; i++) {
-        if (owner[i] == row)
+    for (size_t i = 1; i < net->layer_count; i++) {
+        if (same_memory_as[i] == row)
             block.first_row = min_size(block.first_row, i);
         if (reads_of(&net->layers[i], row) > 0)
             block.last_row = max_size(block.last_row, i);
@@ -1981,19 +2040,19 @@ static GradientBlock gradient_block_of(const Net *net, size_t row, const size_t 
 
 // Sets the offsets of all gradients, from the last row to the first.
 static void plan_gradients(Net *net) {
-    size_t owner[MAX_LAYERS], count = 0;
+    size_t same_memory_as[MAX_LAYERS], count = 0;
     GradientBlock placed[MAX_LAYERS];
-    assign_gradient_owners(net, owner);
+    find_shared_gradients(net, same_memory_as);
     for (size_t row = last_row(net); row > 0; row--) {
-        if (owner[row] != row)
+        if (same_memory_as[row] != row)
             continue;
-        GradientBlock block = gradient_block_of(net, row, owner);
+        GradientBlock block = gradient_block_of(net, row, same_memory_as);
         place_gradient(&block, placed, count);
         placed[count] = block;
         count++;
         net->dactivation_bytes = max_size(net->dactivation_bytes, block.offset + block.size);
         for (size_t i = 1; i <= row; i++)
-            if (owner[i] == row)
+            if (same_memory_as[i] == row)
                 net->row_plans[i].doutput = block.offset;
     }
 }
@@ -2055,8 +2114,8 @@ static void require_kernels(const Net *net, const Kernels *k, const char *table,
 }
 
 // Dies if the kernels lack the kind of a row. On a CPU, naive_kernels must always have it, since
-// the fast kernels call the definitions. In 16-bit precisions, dies as well if a row reads a
-// log_softmax, whose output stays 32-bit.
+// the fast kernels call the definitions. Also dies if a row reads a log_softmax, whose output stays
+// 32-bit and whose backward pass does not add to another row's gradient.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -2071,8 +2130,8 @@ static void check_row(const Net *net, size_t i) {
         require_kernels(net, &naive_kernels, "naive_kernels", i);
     if (k->name == FAST)
         require_kernels(net, k, "fast_kernels", i);
-    if (has_params16(net) && net->layers[l->input].kind == LOG_SOFTMAX)
-        die(1, "model %s, row %zu: reads a log_softmax; expected that as the last row only",
+    if (net->layers[l->input].kind == LOG_SOFTMAX || net->layers[l->other].kind == LOG_SOFTMAX)
+        die(1, "model %s, row %zu: reads a log_softmax; expected log_softmax only as the last row",
             net->model, i);
 }
 
@@ -2083,8 +2142,7 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
     const Kernels *k = net->kernels;
     RowPlan *plan = &net->row_plans[i];
     const size_t count = align_up(max_images * shape_size(stored_shape(net, i)));
-    const bool has_kernels = plan->mode != FUSED_INTO_EARLIER;
-    const bool saves = plan->fused.pool || (has_kernels && kinds[l->kind].saves);
+    const bool saves = plan->fused.pool || (has_kernels(plan) && kinds[l->kind].saves);
     if (plan->mode == SEPARATE)
         plan->output = reserve(&net->activation_bytes, count * element_bytes_of(net, l));
     else
@@ -2095,19 +2153,20 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
     const size_t largest_scratch = k->scratch_size(l, &plan->fused, max_images);
     net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, largest_scratch));
     net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, max_images));
-    net->prepared_at[i] = reserve(&net->prepared_bytes, 64 * ceil_div(k->prepared_bytes(l), 64));
+    plan->prepared =
+        reserve(&net->prepared_bytes, CACHE_LINE * ceil_div(k->prepared_bytes(l), CACHE_LINE));
 }
 
 // Plans all arenas, for training steps of at most `batch` images and for evaluations of at most
 // net->max_test_batch, which the caller has set.
 static void plan_net(Net *net, size_t batch) {
     const size_t max_images = max_size(batch, net->max_test_batch);
-    for (size_t i = 0; i < net->count; i++)
+    for (size_t i = 0; i < net->layer_count; i++)
         check_row(net, i);
     net->max_batch = batch;
     plan_fusion(net);
     net->staging_size = max_size(net->staging_size, max_images * max_size(net->classes, 2));
-    for (size_t i = 0; i < net->count; i++)
+    for (size_t i = 0; i < net->layer_count; i++)
         plan_row(net, i, max_images);
     plan_gradients(net);
     plan_net_arenas(net);
@@ -2116,8 +2175,8 @@ static void plan_net(Net *net, size_t batch) {
 // Allocates the arenas and prepares the kernels of each row.
 static void net_alloc(Net *net) {
     memory_plan_alloc(&net->plan);
-    for (size_t i = 0; i < net->count; i++)
-        net->kernels->prepare(net->prepared + net->prepared_at[i], &net->layers[i]);
+    for (size_t i = 0; i < net->layer_count; i++)
+        net->kernels->prepare(net->prepared + net->row_plans[i].prepared, &net->layers[i]);
 }
 
 // Refreshes the 16-bit copy of the parameters, after anything but the optimizer has changed them.
@@ -2128,7 +2187,8 @@ static void refresh_params16(const Net *net) {
 
 // ---- Initial values, as in PyTorch's modules and torchvision's ResNets
 
-// Turns two uniform numbers into two standard normal numbers (Box, Muller 1958).
+// Turns two uniform numbers into two standard normal numbers (Box, Muller 1958). 1 - pair[0] is
+// never 0, so log() is finite.
 static void make_normal(double pair[2]) {
     const double radius = sqrt(-2 * log(1 - pair[0])), angle = 2 * M_PI * pair[1];
     pair[0] = radius * cos(angle);
@@ -2136,6 +2196,19 @@ static void make_normal(double pair[2]) {
 }
 
 typedef enum { UNIFORM, NORMAL } Distribution;
+
+// x = four random numbers, uniform in [-1, 1) or standard normal
+static void draw_four(double x[4], Distribution distribution, const uint32_t bits[4]) {
+    for (size_t j = 0; j < 4; j++)
+        x[j] = (double)uniform(bits[j]);
+    if (distribution == NORMAL) {
+        make_normal(x);
+        make_normal(x + 2);
+        return;
+    }
+    for (size_t j = 0; j < 4; j++)
+        x[j] = 2 * x[j] - 1;
+}
 
 // param = factor * x, where x is uniform in [-1, 1) or standard normal. `tensor` is the tensor's
 // number, so that tensors differ.
@@ -2146,15 +2219,7 @@ static void init_random(Net *net, real *param, size_t count, Distribution distri
         uint32_t bits[4];
         double x[4];
         philox4x32(bits, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
-        for (size_t j = 0; j < 4; j++) {
-            x[j] = (double)uniform(bits[j]);
-            if (distribution == UNIFORM)
-                x[j] = 2 * x[j] - 1;
-        }
-        if (distribution == NORMAL) {
-            make_normal(x);
-            make_normal(x + 2);
-        }
+        draw_four(x, distribution, bits);
         for (size_t j = 0; j < min_size(4, count - i); j++)
             net->staging[0][i + j] = (real)x[j] * factor;
     }
@@ -2174,8 +2239,8 @@ static void init_constant(Net *net, real *param, size_t count, real value) {
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
-    const real bound = 1 / SQRT((real)(l->weight_count / l->out.c));
-    const real fan_out = (real)(l->kernel * l->kernel * l->out.c);
+    const real fan_in = (real)(l->weight_count / l->out.c), bound = 1 / SQRT(fan_in);
+    const real fan_out = (real)(l->kernel_size * l->kernel_size * l->out.c);
     if (l->bias_count == 0)
         init_random(net, weight, l->weight_count, NORMAL, SQRT(2 / fan_out), 2 * row, seed);
     else
@@ -2192,8 +2257,8 @@ static void init_batchnorm2d(Net *net, size_t row) {
 }
 
 static void init_weights(Net *net, uint64_t seed) {
-    const LossScale scale = {.scale = net->kernels->precision == FP16 ? FIRST_SCALE : 1};
-    for (size_t row = 0; row < net->count; row++) {
+    const LossScale scale = {.scale = net->kernels->precision == FP16 ? INIT_SCALE : 1};
+    for (size_t row = 0; row < net->layer_count; row++) {
         if (net->layers[row].kind == BATCHNORM2D)
             init_batchnorm2d(net, row);
         else if (net->layers[row].weight_count > 0)
@@ -2212,7 +2277,7 @@ static double forward_flops(const Layer *l) {
 }
 
 // The same for training: the forward pass, the gradient of the weights and, unless the row reads
-// the images, that of the input
+// the images, the gradient of the input
 static double layer_training_flops(const Layer *l) {
     const double passes = l->input == 0 ? 2 : 3;
     return passes * forward_flops(l);
@@ -2220,17 +2285,17 @@ static double layer_training_flops(const Layer *l) {
 
 static double training_flops(const Net *net) {
     double flops = 0;
-    for (size_t i = 1; i < net->count; i++)
+    for (size_t i = 1; i < net->layer_count; i++)
         flops += layer_training_flops(&net->layers[i]);
     return flops;
 }
 
-// For example "conv2d 3x3 stride 1 padding 0"
+// text = the layer's kind and parameters, for example "conv2d 3x3 stride 1 padding 0"
 static void describe_layer(const Layer *l, char *text, size_t size) {
     const char *name = kinds[l->kind].name;
     if (l->kind == CONV2D || l->kind == MAXPOOL2D)
-        snprintf(text, size, "%s %zux%zu stride %zu padding %zu", name, l->kernel, l->kernel,
-                 l->stride, l->padding);
+        snprintf(text, size, "%s %zux%zu stride %zu padding %zu", name, l->kernel_size,
+                 l->kernel_size, l->stride, l->padding);
     else if (l->kind == ADD)
         snprintf(text, size, "%s row %zu + row %zu", name, l->input, l->other);
     else if (l->kind == LINEAR)
@@ -2244,12 +2309,12 @@ static void describe_layer(const Layer *l, char *text, size_t size) {
 // The table of layers, as the program prints it at its start
 static void print_summary(const Net *net) {
     int width = 7; // of the column of names
-    for (size_t i = 0; i < net->count; i++)
+    for (size_t i = 0; i < net->layer_count; i++)
         width = (int)max_size((size_t)width, strlen(net->layers[i].name));
     printf("Model %s:\n  row  %-*s layer                               output (h x w x c)"
            "  parameters  MFLOP forward\n",
            net->model, width, "name");
-    for (size_t i = 0; i < net->count; i++) {
+    for (size_t i = 0; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         char kind[64], shape[64];
         describe_layer(l, kind, sizeof kind);
@@ -2305,46 +2370,48 @@ static size_t model_cifar(Net *net, size_t x) {
    He et al., arXiv:1512.03385, with torchvision's names: a stem, stages of blocks, where every
    stage but the first halves the image, and a linear layer on the mean of all pixels. */
 
-// A convolution, without a bias since a BatchNorm has one, and that BatchNorm
-static size_t conv_bn(Net *net, size_t x, const char *block, const char *conv, const char *bn,
-                      size_t channels, size_t kernel, size_t stride) {
-    x = conv2d_with_bias(net, x, channels, kernel, stride, kernel / 2, false);
-    x = batchnorm2d(net, set_row_name(net, x, block, conv));
-    return set_row_name(net, x, block, bn);
+// A convolution and the BatchNorm that follows it. The convolution has no bias, since the BatchNorm
+// has one.
+static size_t conv_bn(Net *net, size_t x, const char *prefix, const char *conv, const char *bn,
+                      size_t channels, size_t kernel_size, size_t stride) {
+    x = conv2d_bias(net, x, channels, kernel_size, stride, kernel_size / 2, false);
+    x = batchnorm2d(net, set_row_name(net, x, prefix, conv));
+    return set_row_name(net, x, prefix, bn);
 }
 
 // The block's input, or a 1 x 1 convolution of it where the block changes the shape.
-static size_t shortcut(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
+static size_t shortcut(Net *net, size_t x, const char *prefix, size_t channels, size_t stride) {
     if (stride == 1 && net->layers[x].out.c == channels)
         return x;
-    return conv_bn(net, x, block, "downsample.0", "downsample.1", channels, 1, stride);
+    return conv_bn(net, x, prefix, "downsample.0", "downsample.1", channels, 1, stride);
 }
 
-// Adds a residual block whose layers' names begin with `block`.
-typedef size_t Block(Net *net, size_t x, const char *block, size_t channels, size_t stride);
+// Adds a residual block whose layers' names begin with `prefix`.
+typedef size_t Block(Net *net, size_t x, const char *prefix, size_t channels, size_t stride);
 
 // Two 3 x 3 convolutions
-static size_t basic_block(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
-    size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 3, stride));
-    y = conv_bn(net, y, block, "conv2", "bn2", channels, 3, 1);
-    return relu(net, add(net, y, shortcut(net, x, block, channels, stride)));
+static size_t basic_block(Net *net, size_t x, const char *prefix, size_t channels, size_t stride) {
+    size_t y = relu(net, conv_bn(net, x, prefix, "conv1", "bn1", channels, 3, stride));
+    y = conv_bn(net, y, prefix, "conv2", "bn2", channels, 3, 1);
+    return relu(net, add(net, y, shortcut(net, x, prefix, channels, stride)));
 }
 
 // A 1 x 1, a 3 x 3 and a 1 x 1 convolution. The second has the stride, as in torchvision ("ResNet
 // V1.5").
-static size_t bottleneck(Net *net, size_t x, const char *block, size_t channels, size_t stride) {
-    size_t y = relu(net, conv_bn(net, x, block, "conv1", "bn1", channels, 1, 1));
-    y = relu(net, conv_bn(net, y, block, "conv2", "bn2", channels, 3, stride));
-    y = conv_bn(net, y, block, "conv3", "bn3", 4 * channels, 1, 1);
-    return relu(net, add(net, y, shortcut(net, x, block, 4 * channels, stride)));
+static size_t bottleneck(Net *net, size_t x, const char *prefix, size_t channels, size_t stride) {
+    size_t y = relu(net, conv_bn(net, x, prefix, "conv1", "bn1", channels, 1, 1));
+    y = relu(net, conv_bn(net, y, prefix, "conv2", "bn2", channels, 3, stride));
+    y = conv_bn(net, y, prefix, "conv3", "bn3", 4 * channels, 1, 1);
+    return relu(net, add(net, y, shortcut(net, x, prefix, 4 * channels, stride)));
 }
 
 // `blocks` holds the number of blocks in each stage, terminated by 0. The first stage has
 // `channels` channels, each later one twice as many as the one before.
-static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, size_t channels) {
+static size_t resnet(Net *net, size_t x, Block *add_block, const size_t *blocks, size_t channels) {
     const bool imagenet = net->settings->stem == STEM_IMAGENET;
-    const size_t kernel = net->settings->stem == STEM_3 ? 3 : 7, stem_stride = imagenet ? 2 : 1;
-    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel, stem_stride));
+    const size_t kernel_size = net->settings->stem == STEM_3 ? 3 : 7;
+    const size_t stem_stride = imagenet ? 2 : 1;
+    x = relu(net, conv_bn(net, x, "", "conv1", "bn1", channels, kernel_size, stem_stride));
     if (imagenet)
         x = maxpool2d(net, x, 3, 2, 1);
     for (int stage = 0; blocks[stage]; stage++)
@@ -2352,28 +2419,42 @@ static size_t resnet(Net *net, size_t x, Block *block, const size_t *blocks, siz
             const size_t stride = stage > 0 && i == 0 ? 2 : 1;
             char name[64];
             snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
-            x = block(net, x, name, channels << stage, stride);
+            x = add_block(net, x, name, channels << stage, stride);
         }
     x = set_row_name(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
     return log_softmax(net, x);
 }
 
-#define RESNET(depth, block, channels, ...)                                       \
-    static size_t model_resnet##depth(Net *net, size_t x) {                       \
-        return resnet(net, x, block, (const size_t[]){__VA_ARGS__, 0}, channels); \
-    }
-RESNET(8, basic_block, 16, 1, 1, 1) // for laptops and tests
-RESNET(18, basic_block, 64, 2, 2, 2, 2)
-RESNET(34, basic_block, 64, 3, 4, 6, 3)
-RESNET(50, bottleneck, 64, 3, 4, 6, 3)
-RESNET(101, bottleneck, 64, 3, 4, 23, 3)
-RESNET(152, bottleneck, 64, 3, 8, 36, 3)
+// For laptops and tests; the others are as in torchvision.
+static size_t model_resnet8(Net *net, size_t x) {
+    return resnet(net, x, basic_block, (const size_t[]){1, 1, 1, 0}, 16);
+}
+
+static size_t model_resnet18(Net *net, size_t x) {
+    return resnet(net, x, basic_block, (const size_t[]){2, 2, 2, 2, 0}, 64);
+}
+
+static size_t model_resnet34(Net *net, size_t x) {
+    return resnet(net, x, basic_block, (const size_t[]){3, 4, 6, 3, 0}, 64);
+}
+
+static size_t model_resnet50(Net *net, size_t x) {
+    return resnet(net, x, bottleneck, (const size_t[]){3, 4, 6, 3, 0}, 64);
+}
+
+static size_t model_resnet101(Net *net, size_t x) {
+    return resnet(net, x, bottleneck, (const size_t[]){3, 4, 23, 3, 0}, 64);
+}
+
+static size_t model_resnet152(Net *net, size_t x) {
+    return resnet(net, x, bottleneck, (const size_t[]){3, 8, 36, 3, 0}, 64);
+}
 
 typedef struct Model {
     const char *name;
     size_t (*build)(Net *net, size_t x);
     const char *datasets; // --dataset auto: the first of these that is found
-    // the data set whose shape, classes and counts synthetic images have
+    // the data set that synthetic images imitate in shape, classes and counts
     const char *synthetic_like;
     const char *defaults; // options that differ from the table in section 12
     // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
@@ -2423,7 +2504,8 @@ static const Model *find_model(const char *name) {
     return m;
 }
 
-// The shape of images after --resize, a multiple of their height; 0 leaves them as they are.
+// The shape of images that are enlarged to the height `resize`, a multiple of their own; 0 leaves
+// them as they are.
 static Shape resized(Shape s, size_t resize) {
     const size_t factor = resize ? resize / s.h : 1;
     return (Shape){s.h * factor, s.w * factor, s.c};
@@ -2444,7 +2526,7 @@ static void net_build(Net *net, const Model *model, const DatasetInfo *data,
         die(1,
             "model %s: expected its function to return its last row, a log_softmax over the %zu "
             "classes of %s; found row %zu of %zu, with %zu outputs",
-            model->name, data->classes, data->name, x, net->count, shape_size(last->out));
+            model->name, data->classes, data->name, x, net->layer_count, shape_size(last->out));
 }
 
 /* ==== 6. Forward and backward ====================================================================
@@ -2468,7 +2550,8 @@ static real *doutput(const Net *net, size_t row) {
     return (real *)(net->dactivations + net->row_plans[row].doutput);
 }
 
-// The weights of a row. If it multiplies by them, they are in the 16-bit copy, if there is one.
+// The weights of a row. A convolution or linear layer reads them from the 16-bit copy, if there is
+// one.
 static real *weight_of(const Net *net, const Layer *l) {
     if (has_params16(net) && has_weight_matrix(l))
         return (real *)(net->params16 + 2 * l->weight_offset);
@@ -2476,10 +2559,11 @@ static real *weight_of(const Net *net, const Layer *l) {
 }
 
 /* data.to(device). A CPU reads the images from the loader's buffer; on a GPU the copies are queued,
-   and reading the loss waits for them: both are done before the loader refills the buffer. */
+   and reading the loss waits for them. So the CPU's reads and the GPU's copies end before the
+   loader refills the buffer. */
 static void net_load(Net *net, const Batch *batch, double lr) {
     const Kernels *k = net->kernels;
-    const bool nchw = net->transposed;
+    const bool nchw = net->settings->layout == NCHW;
     net->device->set_step(net->step, (StepInputs){batch->key, lr});
     if (batch->resident) {
         k->gather(output(net, 0), net->labels, batch->resident, &net->step->key, batch->n, nchw);
@@ -2496,10 +2580,10 @@ static void net_load(Net *net, const Batch *batch, double lr) {
 
 // With --zero-grad memset, backward begins with the zeroing of the gradients, as a row of its own.
 static size_t zero_grad_row(const Net *net) {
-    return net->count;
+    return net->layer_count;
 }
 
-// For example "conv1 forward"
+// name = the layer's name and the pass, for example "conv1 forward"
 static void row_label(const Net *net, size_t row, RowPass pass, char name[48]) {
     if (row == zero_grad_row(net)) {
         snprintf(name, 48, "zero_grad");
@@ -2517,7 +2601,7 @@ static void begin_row(const Net *net, size_t row, RowPass pass) {
         net->device->mark(begin_mark(row, pass));
     if (net->names_rows) {
         row_label(net, row, pass, name);
-        net->device->range(RANGE_ROW, name);
+        net->device->nsight_range(NSIGHT_ROW, name);
     }
 }
 
@@ -2525,7 +2609,7 @@ static void end_row(const Net *net, size_t row, RowPass pass) {
     if (net->marks_rows)
         net->device->mark(end_mark(row, pass));
     if (net->names_rows)
-        net->device->range(RANGE_ROW, NULL);
+        net->device->nsight_range(NSIGHT_ROW, NULL);
 }
 
 // ---- The passes
@@ -2554,15 +2638,15 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .scratch = net->scratch,
                   .transposed = net->transposed,
                   .unflattened = net->layers[l->input].out,
-                  .prepared = net->prepared + net->prepared_at[i],
+                  .prepared = net->prepared + plan->prepared,
                   .key = key,
                   .autotune = net->settings->autotune};
 }
 
-// Computes one row's output (=) and the rows that are fused into it. A rank of dp may have no
-// image: n == 0.
+// Computes one row's output (=) and the rows that are fused into it. Under dp, a rank may
+// have no images: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
-    if (n > 0 && net->row_plans[i].mode != FUSED_INTO_EARLIER)
+    if (n > 0 && has_kernels(&net->row_plans[i]))
         net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
 }
 
@@ -2571,7 +2655,7 @@ static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key
 static void forward(Net *net, size_t n, const RandomKey *key) {
     if (key)
         net->batches_tracked++;
-    for (size_t i = 1; i < net->count; i++) {
+    for (size_t i = 1; i < net->layer_count; i++) {
         begin_row(net, i, FORWARD_PASS);
         forward_row(net, i, n, key);
         end_row(net, i, FORWARD_PASS);
@@ -2585,22 +2669,24 @@ static bool first_write(bool *written, size_t row) {
     return first;
 }
 
-// Computes the gradients of one row's parameters (=) and of its inputs (=, or += if already
-// written[]). If there is no residual, that is row 0, which has no gradient.
+// Computes the gradients of one row's parameters (=) and of its inputs (=, or += if written[] says
+// that they hold a gradient already). Without a residual, `residual` is row 0, which has none.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
     const size_t residual = net->row_plans[i].residual;
+    if (n == 0 || !has_kernels(&net->row_plans[i]))
+        return;
     Work w = work_of(net, i, n, NULL);
     w.dresidual = doutput(net, residual);
     if (w.dresidual == w.dout)
-        w.dresidual = NULL;                                  // the same memory
-    w.accumulate_residual = !first_write(written, residual); // before din, the same in x + x
+        w.dresidual = NULL; // the same memory: nothing to copy
+    // The residual comes first, since kernels write dresidual before din. In x + x, both are the
+    // same array.
+    w.accumulate_residual = !first_write(written, residual);
     w.accumulate = !first_write(written, l->input);
-    const bool has_kernels = net->row_plans[i].mode != FUSED_INTO_EARLIER;
-    const bool is_needed = w.din || l->weight_count;
-    if (n == 0 || !has_kernels || !is_needed)
-        return;
+    if (!w.din && l->weight_count == 0)
+        return; // it reads the images and has no parameters
     if (net->flops)
         net->flops[i] = k->flops(w);
     k->layers[l->kind].backward(w);
@@ -2623,10 +2709,9 @@ static void backward(Net *net, size_t n) {
     }
 }
 
-// The loss of a batch, and how many of its images are classified correctly
 typedef struct BatchLoss {
-    double mean; // over the images
-    double correct;
+    double mean;           // of the losses of the images
+    double correct_images; // how many are classified correctly
 } BatchLoss;
 
 static double sum_of(const real *numbers, size_t n) {
@@ -2637,7 +2722,7 @@ static double sum_of(const real *numbers, size_t n) {
 }
 
 // losses: of n images and, after them, 1 for each image that is classified correctly
-static BatchLoss batch_loss_from(const real *losses, size_t n) {
+static BatchLoss average_losses(const real *losses, size_t n) {
     return (BatchLoss){sum_of(losses, n) / (double)n, sum_of(losses + n, n)};
 }
 
@@ -2647,7 +2732,7 @@ static BatchLoss compute_loss(Net *net, size_t n, real *dlogp, double smoothing)
                            net->labels, n, n * net->world, net->classes, smoothing,
                            net->loss_scale);
     net->device->copy(net->staging[0], net->losses, 2 * n * sizeof(real));
-    return batch_loss_from(net->staging[0], n);
+    return average_losses(net->staging[0], n);
 }
 
 // The loss of a training batch; sets the gradient of the last row.
@@ -2666,8 +2751,9 @@ static BatchLoss test_loss(Net *net, size_t n) {
     return compute_loss(net, n, NULL, 0);
 }
 
-// predicted[position of an image] = its most likely class, for the images of the batch. One rank
-// tests an image and the others have a 0 there, so the sum over the ranks has all predictions.
+// predicted[position of an image] = its most likely class, for the images of the batch. Each image
+// is tested by one rank, and the others leave a 0 there. The sum over the ranks therefore has all
+// predictions.
 static void store_predictions(const Net *net, const Batch *batch, double *predicted) {
     real *all = net->staging[0];
     const size_t classes = net->classes;
@@ -2678,7 +2764,7 @@ static void store_predictions(const Net *net, const Batch *batch, double *predic
 
 // Whether the outputs of row i for n images are all finite. A fused row does not keep them.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
-    if (net->row_plans[i].mode == FUSED_INTO_EARLIER)
+    if (!has_kernels(&net->row_plans[i]))
         return true;
     const size_t bytes = element_bytes_of(net, &net->layers[i]);
     const size_t count = n * shape_size(stored_shape(net, i));
@@ -2705,11 +2791,12 @@ static void check_loss(const Net *net, const Batch *batch, BatchLoss loss) {
         return;
     const size_t row = first_nonfinite_row(net, batch->n);
     const char *name = net->layers[row].name;
+    const char *separator = *name ? ": " : "";
     describe_layer(&net->layers[row], kind, sizeof kind);
     die(1,
         "epoch %zu, step %zu: the loss is %g; the first output that is not finite is in row %zu "
         "(%s%s%s); try a smaller --lr",
-        batch->key.epoch, batch->number + 1, loss.mean, row, name, *name ? ": " : "", kind);
+        batch->key.epoch, batch->number + 1, loss.mean, row, name, separator, kind);
 }
 
 /* ==== 7. Optimizers and schedules ================================================================
@@ -2740,44 +2827,51 @@ static void adadelta_naive(Update u) {
 /* SGD with momentum (Sutskever et al., "On the importance of initialization and momentum", ICML
    2013), as PyTorch computes it:
    buffer = momentum * buffer + grad
-   param -= lr * buffer, with nesterov lr * (grad + momentum * buffer), without momentum lr * grad
+   direction = grad without momentum, buffer with it, grad + momentum * buffer with nesterov
+   param -= lr * direction
    where grad includes weight_decay * param. Without momentum, there is no buffer. */
 static void sgd_naive(Update u) {
     const real lr = (real)u.step->lr, momentum = (real)u.momentum, decay = (real)u.weight_decay;
     PARALLEL_FOR
     for (size_t i = 0; i < u.count; i++) {
         const real g = u.grad[i] + decay * u.param[i];
-        real step = g;
+        real direction = g;
         if (momentum > 0) {
             const real buffer = momentum * u.state[0][i] + g;
             u.state[0][i] = buffer;
-            step = u.nesterov ? g + momentum * buffer : buffer;
+            direction = u.nesterov ? g + momentum * buffer : buffer;
         }
-        u.param[i] -= lr * step;
+        u.param[i] -= lr * direction;
     }
 }
 
 // ---- The update of all parameters
 
+// What is known about an optimizer. The function that makes its update is in Kernels.
 typedef struct Optimizer {
-    double lr;                // the default
+    double lr; // the default
+    size_t state_count;
     const char *states[2];    // what it keeps for each parameter, by PyTorch's names
     bool states_not_negative; // the states are means of squares
+    bool needs_momentum;      // without --momentum, it keeps no state
 } Optimizer;
 
-static const Optimizer optimizers[] = {
-    [ADADELTA] = {.lr = 1.0, .states = {"square_avg", "acc_delta"}, .states_not_negative = true},
-    [SGD] = {.lr = 0.01, .states = {"momentum_buffer"}},
+static const Optimizer optimizers[OPTIMIZERS] = {
+    [ADADELTA] = {.lr = 1.0,
+                  .state_count = 2,
+                  .states = {"square_avg", "acc_delta"},
+                  .states_not_negative = true},
+    [SGD] = {.lr = 0.01, .state_count = 1, .states = {"momentum_buffer"}, .needs_momentum = true},
 };
 
-// How many numbers the optimizer keeps for each parameter. SGD without momentum keeps none.
-static size_t count_states(OptimizerChoice optimizer, const Settings *s) {
-    if (optimizer == ADADELTA)
-        return 2;
-    return s->momentum > 0 ? 1 : 0;
+// How many numbers the optimizer keeps for each parameter
+static size_t count_states(const Optimizer *o, const Settings *s) {
+    if (o->needs_momentum && s->momentum == 0)
+        return 0;
+    return o->state_count;
 }
 
-// Updates `count` parameters from offset `first` of the arenas on.
+// Updates `count` parameters, starting at offset `first` of the arenas.
 static void update_params(const Net *net, real *state, size_t first, size_t count) {
     const Settings *s = net->settings;
     const Update u = {.param = net->params + first,
@@ -2790,18 +2884,14 @@ static void update_params(const Net *net, real *state, size_t first, size_t coun
                       .momentum = s->momentum,
                       .weight_decay = s->weight_decay,
                       .nesterov = s->nesterov};
-    if (count == 0)
-        return;
-    if (s->optimizer == ADADELTA)
-        net->kernels->adadelta(u);
-    else
-        net->kernels->sgd(u);
+    if (count > 0)
+        net->kernels->update[s->optimizer](u);
 }
 
 // # EXTRA  --optimizer-launch per-tensor makes one call for each tensor, as frameworks once did, to
 // measure what that costs on a GPU.
 static void update_each_tensor(const Net *net, real *state) {
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+    for (const Layer *l = net->layers; l < net->layers + net->layer_count; l++) {
         update_params(net, state, l->weight_offset, l->weight_count);
         update_params(net, state, l->bias_offset, l->bias_count);
     }
@@ -2823,7 +2913,7 @@ static void optimizer_step(const Net *net, real *state) {
 /* The learning rate of a step. Epochs and steps are counted from 0, and an epoch has `steps` steps.
    In the warm-up, the rate grows with each step, up to lr in the last one. Then, after e more
    epochs:
-     step        lr * gamma^(e / step_size)                                StepLR
+     step        lr * gamma^floor(e / step_size)                           StepLR
      cosine      lr * (1 + cos(pi * e / (epochs - warmup_epochs))) / 2     CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
     /* LAB 9.1 BEGIN learning_rate */
@@ -2885,7 +2975,7 @@ static void cpu_free_graph(void *graph) {
     (void)graph;
 }
 
-static void cpu_range(RangeLevel level, const char *name) {
+static void cpu_nsight_range(NsightLevel level, const char *name) {
     (void)level, (void)name;
 }
 
@@ -2895,13 +2985,17 @@ static void cpu_record(bool on) {
 
 static double cpu_peak_gflops(void); // cnn_kernels.c measures it
 
+static void cpu_clear(void *memory, size_t bytes) {
+    memset(memory, 0, bytes);
+}
+
 static const Device cpu_device = {
     .use = cpu_use,
     .describe = cpu_describe,
     .alloc = zeroed_alloc,
     .release = free,
     .copy = cpu_copy,
-    .clear = bzero,
+    .clear = cpu_clear,
     .set_step = cpu_set_step,
     .receive = cpu_receive,
     .synchronize = cpu_synchronize,
@@ -2910,7 +3004,7 @@ static const Device cpu_device = {
     .elapsed = cpu_elapsed,
     .free_graph = cpu_free_graph,
     .peak_gflops = cpu_peak_gflops,
-    .range = cpu_range,
+    .nsight_range = cpu_nsight_range,
     .record = cpu_record,
 };
 
@@ -2957,13 +3051,12 @@ static const Kernels naive_kernels = {
                [BATCHNORM2D] = {batchnorm2d_forward_naive, batchnorm2d_backward_naive},
                [RELU] = {relu_forward, relu_backward},
                [MAXPOOL2D] = {maxpool2d_forward_naive, maxpool2d_backward},
-               [AVGPOOL2D] = {avgpool2d_forward, avgpool2d_backward},
+               [GLOBAL_AVGPOOL2D] = {global_avgpool2d_forward, global_avgpool2d_backward},
                [ADD] = {add_forward, add_backward},
                [DROPOUT] = {dropout_forward_naive, dropout_backward},
                [LOG_SOFTMAX] = {log_softmax_forward, log_softmax_backward}},
     .nll_loss = nll_loss,
-    .adadelta = adadelta_naive,
-    .sgd = sgd_naive,
+    .update = {[ADADELTA] = adadelta_naive, [SGD] = sgd_naive},
     .fuse = fuse_nothing,
     .scratch_size = scratch_size_naive,
     .moments_size = no_size,
@@ -3048,7 +3141,7 @@ static void data_close(DataFile *f) {
         DIE_BAD_FILE(f, "gzip cannot read it");
 }
 
-// Reads the next bytes of a file, which begin at `offset`. expected: the length of the whole file
+// Reads the next bytes of a file, which begin at `offset`. `expected` is the whole file's length.
 static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, size_t expected) {
     size_t got = fread(to, 1, bytes, f->stream);
     if (got == bytes)
@@ -3076,10 +3169,10 @@ static void check_file_size(const DataFile *f, size_t expected, size_t count) {
 /* Returns the first `kept` of `count` records and closes the file. The other records are read as
    well, since the file's whole length is checked. */
 static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t count, size_t kept) {
-    const size_t expected = header + count * bytes; // at most 2^32 * 2^12: cannot overflow
+    const size_t expected = header + count * bytes; // at most 10^7 records: cannot overflow
     check_file_size(f, expected, count); // before memory is allocated for what the header claims
     uint8_t *records = must_alloc(kept * bytes, "images");
-    uint8_t skipped[4096];
+    uint8_t skipped[bytes]; // a record
     for (size_t i = 0; i < kept; i++)
         read_exactly(f, records + i * bytes, bytes, header + i * bytes, expected);
     for (size_t i = kept; i < count; i++)
@@ -3112,10 +3205,13 @@ static void check_magic(const DataFile *f, uint32_t expected, const char *what, 
                      found, hint);
 }
 
-/* IDX files begin with big-endian 32-bit numbers:
+/* ---- IDX files begin with big-endian 32-bit numbers:
+
      labels   0x0801, count
      images   0x0803, count, height, width
    Then come the items, a byte for each label or pixel. */
+
+// The number of items, from the file's header. Dies unless it is 1 to 10,000,000.
 static size_t idx_count(const DataFile *f, const uint8_t *header) {
     const size_t count = big_endian(header + 4);
     if (count == 0 || count > 10000000)
@@ -3150,9 +3246,9 @@ static size_t read_idx_labels(Dataset *data, DataFile *f, size_t limit) {
 }
 
 // Reads the data set of two IDX files, the images and the labels.
-static void read_idx_set(Dataset *data, const char *dir, DatasetPart part, size_t limit) {
+static void read_idx_set(Dataset *data, const char *dir, Split split, size_t limit) {
     const DatasetInfo *info = data->info;
-    const char *const *files = info->files[part];
+    const char *const *files = info->files[split];
     DataFile images, labels;
     data_open(&images, dir, files[0], info->name);
     data_open(&labels, dir, files[1], info->name);
@@ -3178,7 +3274,7 @@ static void append_cifar(Dataset *data, uint8_t label, const uint8_t *bytes) {
     data->count++;
 }
 
-// Appends the first of `count` records of a file to the data set, until that has `limit` images.
+// Appends the records of a file, `count` in all, to the data set, until it has `limit` images.
 static void read_cifar_file(Dataset *data, const char *dir, const char *file, size_t count,
                             size_t limit) {
     const DatasetInfo *info = data->info;
@@ -3200,11 +3296,11 @@ static void read_cifar_file(Dataset *data, const char *dir, const char *file, si
 }
 
 // Reads the data set of CIFAR's files, which all hold the same number of records.
-static void read_cifar_set(Dataset *data, const char *dir, DatasetPart part, size_t limit) {
+static void read_cifar_set(Dataset *data, const char *dir, Split split, size_t limit) {
     const DatasetInfo *info = data->info;
-    const char *const *files = info->files[part];
-    const size_t count = info->counts[part];
-    size_t file_count = 1; // at least one
+    const char *const *files = info->files[split];
+    const size_t count = info->counts[split];
+    size_t file_count = 1; // a data set has at least one file
     while (files[file_count])
         file_count++;
     data->images = must_alloc(min_size(count, limit) * 3 * CIFAR_AREA, "images");
@@ -3217,25 +3313,37 @@ static void read_cifar_set(Dataset *data, const char *dir, DatasetPart part, siz
 #define IDX_FILES {{"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}, \
                    {"t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"}}
 static const DatasetInfo dataset_infos[] = {
-    // Fashion-MNIST is normalised with the constants of MNIST, as with PyTorch's example.
-    {"mnist", {28, 28, 1}, 10, {60000, 10000}, {.1307}, {.3081}, read_idx_set, IDX_FILES, NULL},
-    {"fashion-mnist", {28, 28, 1}, 10, {60000, 10000}, {.1307}, {.3081}, read_idx_set, IDX_FILES,
-     "t-shirt trouser pullover dress coat sandal shirt sneaker bag boot"},
-    {"cifar10", {32, 32, 3}, 10, {50000, 10000}, {.4914, .4822, .4465}, {.2470, .2435, .2616},
-     read_cifar_set, {{"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
-                       "data_batch_4.bin", "data_batch_5.bin"}, {"test_batch.bin"}},
-     "plane car bird cat deer dog frog horse ship truck"},
-    {"cifar100", {32, 32, 3}, 100, {50000, 10000}, {.5071, .4865, .4409}, {.2673, .2564, .2762},
-     read_cifar_set, {{"train.bin"}, {"test.bin"}},
-     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
-     "butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch "
-     "crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo "
-     "keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain "
-     "mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain "
-     "plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk "
-     "skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone "
-     "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman "
-     "worm"},
+    {.name = "mnist",
+     .shape = {28, 28, 1}, .classes = 10, .counts = {60000, 10000},
+     .mean = {.1307}, .std = {.3081},
+     .read = read_idx_set, .files = IDX_FILES},
+    // normalised with the constants of MNIST, as in PyTorch's example
+    {.name = "fashion-mnist",
+     .shape = {28, 28, 1}, .classes = 10, .counts = {60000, 10000},
+     .mean = {.1307}, .std = {.3081},
+     .read = read_idx_set, .files = IDX_FILES,
+     .class_names = "t-shirt trouser pullover dress coat sandal shirt sneaker bag boot"},
+    {.name = "cifar10",
+     .shape = {32, 32, 3}, .classes = 10, .counts = {50000, 10000},
+     .mean = {.4914, .4822, .4465}, .std = {.2470, .2435, .2616},
+     .read = read_cifar_set,
+     .files = {{"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
+                "data_batch_4.bin", "data_batch_5.bin"}, {"test_batch.bin"}},
+     .class_names = "plane car bird cat deer dog frog horse ship truck"},
+    {.name = "cifar100",
+     .shape = {32, 32, 3}, .classes = 100, .counts = {50000, 10000},
+     .mean = {.5071, .4865, .4409}, .std = {.2673, .2564, .2762},
+     .read = read_cifar_set, .files = {{"train.bin"}, {"test.bin"}},
+     .class_names =
+      "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
+      "butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach "
+      "couch crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster "
+      "house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree "
+      "motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear "
+      "pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road "
+      "rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar "
+      "sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip "
+      "turtle wardrobe whale willow_tree wolf woman worm"},
 };
 // clang-format on
 
@@ -3253,8 +3361,10 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
     bool synthetic = strcmp(name, "synthetic") == 0;
     DatasetInfo info = *find_dataset_info(synthetic ? model->synthetic_like : name);
     if (info.shape.c == 3 && (model->normalise_to_plus_minus_one || synthetic))
-        for (size_t c = 0; c < 3; c++)
-            info.mean[c] = info.std[c] = .5;
+        for (size_t c = 0; c < 3; c++) {
+            info.mean[c] = .5;
+            info.std[c] = .5;
+        }
     if (synthetic) {
         info.name = "synthetic";
         info.class_names = NULL;
@@ -3301,7 +3411,7 @@ static void draw_glyph(float glyph[], size_t label, size_t channels) {
 
 /* pixels += strength * the glyph of a random class, shifted from the middle by at most SHIFT. The
    strength is contrast or, with equal probability, -contrast. Returns the class. The image has
-   the number `index`; `which` counts its glyphs. */
+   the number `index`; `which` is 0 for the distractor and 1 for the glyph of its class. */
 static size_t add_glyph(float *pixels, const float *glyphs, const DatasetInfo *info, uint32_t index,
                         uint32_t which, float contrast) {
     const Shape s = info->shape;
@@ -3331,7 +3441,7 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
         uint32_t r[4];
         philox4x32(r, (uint32_t)i, index, 2, DRAW_SYNTHETIC, synthetic_seed);
         for (size_t j = 0; j < min_size(16, size - i); j++) {
-            const uint32_t byte = r[j / 4] >> (8 * (j % 4)) & 255;
+            const uint32_t byte = (r[j / 4] >> (8 * (j % 4))) & 255;
             float noise = (float)byte - 127.5f;
             float value = 100 + pixels[i + j] + .3f * noise;
             out[i + j] = to_byte(value);
@@ -3340,11 +3450,11 @@ static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
 }
 
 // Draws the training or the test set. The test images are numbered after the training images.
-static void make_synthetic(Dataset *data, DatasetPart part, size_t limit) {
+static void make_synthetic(Dataset *data, Split split, size_t limit) {
     const DatasetInfo *info = data->info;
     const size_t glyph_size = GLYPH_SIZE * GLYPH_SIZE * info->shape.c;
-    const size_t first = part == TRAINING_SET ? 0 : info->counts[TRAINING_SET];
-    data->count = min_size(info->counts[part], limit);
+    const size_t first = split == TRAINING_SET ? 0 : info->counts[TRAINING_SET];
+    data->count = min_size(info->counts[split], limit);
     data->images = must_alloc(data->count * shape_size(info->shape), "images");
     data->labels = must_alloc(data->count, "labels");
     float *glyphs = must_alloc(info->classes * glyph_size * sizeof *glyphs, "synthetic images");
@@ -3357,7 +3467,7 @@ static void make_synthetic(Dataset *data, DatasetPart part, size_t limit) {
     free(glyphs);
 }
 
-// Whether a folder has the files of a data set
+// Whether a folder has the first training file of a data set
 static bool has_dataset(const char *dir, const char *name) {
     char path[PATH_SIZE];
     return data_path(path, dir, find_dataset_info(name)->files[0][0]);
@@ -3403,25 +3513,30 @@ static void free_dataset(Dataset *data) {
    position in the epoch), so any worker makes the same variant. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
-// A byte of an image. Pixels outside of it are black, even if y or x has wrapped around below 0.
-static uint8_t byte_at(const uint8_t *image, Shape s, size_t y, size_t x, size_t c) {
-    if (y >= s.h || x >= s.w)
+static bool is_in_image(Shape s, ptrdiff_t y, ptrdiff_t x) {
+    return y >= 0 && y < (ptrdiff_t)s.h && x >= 0 && x < (ptrdiff_t)s.w;
+}
+
+// A byte of an image. Pixels outside of it are black.
+static uint8_t byte_at(const uint8_t *image, Shape s, ptrdiff_t y, ptrdiff_t x, size_t c) {
+    if (!is_in_image(s, y, x))
         return 0;
-    return image[(y * s.w + x) * s.c + c];
+    return image[((size_t)y * s.w + (size_t)x) * s.c + c];
 }
 
 // RandomCrop(size, padding = 4), then RandomHorizontalFlip(0.5)
 static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     uint32_t r[4];
     philox4x32(r, 0, (uint32_t)key->first, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
-    size_t top = (size_t)(r[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING; // may wrap around below 0
-    size_t left = (size_t)(r[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+    const ptrdiff_t top = (ptrdiff_t)(r[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+    const ptrdiff_t left = (ptrdiff_t)(r[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
     const bool flip = r[2] & 1;
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
-            const size_t from = flip ? s.w - 1 - x : x;
+            const ptrdiff_t row = top + (ptrdiff_t)y;
+            const ptrdiff_t column = left + (ptrdiff_t)(flip ? s.w - 1 - x : x);
             for (size_t c = 0; c < s.c; c++)
-                out[(y * s.w + x) * s.c + c] = byte_at(in, s, top + y, left + from, c);
+                out[(y * s.w + x) * s.c + c] = byte_at(in, s, row, column, c);
         }
 }
 
@@ -3434,24 +3549,23 @@ static void blur_weights(float weights[ELASTIC_REACH + 1]) {
 
 // to[y][x] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[y + d * dy][x + d * dx],
 // where pixels outside of the image count as 0
-static void blur(float *to, const float *from, Shape s, size_t dy, size_t dx) {
+static void blur(float *to, const float *from, Shape s, ptrdiff_t dy, ptrdiff_t dx) {
     float weights[ELASTIC_REACH + 1];
     blur_weights(weights);
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
             float sum = 0;
             for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
-                const size_t row = y + (size_t)d * dy; // may wrap around below 0
-                const size_t column = x + (size_t)d * dx;
-                if (row < s.h && column < s.w)
-                    sum = fmaf(weights[abs(d)], from[row * s.w + column], sum);
+                const ptrdiff_t row = (ptrdiff_t)y + d * dy, column = (ptrdiff_t)x + d * dx;
+                if (is_in_image(s, row, column))
+                    sum = fmaf(weights[abs(d)], from[row * (ptrdiff_t)s.w + column], sum);
             }
             to[y * s.w + x] = sum;
         }
 }
 
 // field[i] = a displacement of pixel i, uniform in [-alpha, alpha), then blurred along rows and
-// columns. first_counter: c0 of the first block of Philox
+// columns. `first_counter` is c0 of the first Philox block.
 static void draw_field(float *field, Shape s, uint32_t first_counter, const RandomKey *key) {
     const size_t pixels = s.h * s.w;
     float blurred[pixels];
@@ -3477,7 +3591,7 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Rand
     for (size_t i = 0; i < pixels; i++) {
         float y = (float)(i / s.w) + field[0][i], x = (float)(i % s.w) + field[1][i];
         float down = y - floorf(y), right = x - floorf(x);
-        size_t top = (size_t)(ptrdiff_t)floorf(y), left = (size_t)(ptrdiff_t)floorf(x);
+        const ptrdiff_t top = (ptrdiff_t)floorf(y), left = (ptrdiff_t)floorf(x);
         for (size_t c = 0; c < s.c; c++) {
             const float top_left = byte_at(in, s, top, left, c);
             const float top_right = byte_at(in, s, top, left + 1, c);
@@ -3485,8 +3599,8 @@ static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const Rand
             const float bottom_right = byte_at(in, s, top + 1, left + 1, c);
             const float above = fmaf(right, top_right, (1 - right) * top_left);
             const float below = fmaf(right, bottom_right, (1 - right) * bottom_left);
-            const float rounded_above = fmaf(1 - down, above, .5f); // .5: the cast truncates
-            out[i * s.c + c] = (uint8_t)fmaf(down, below, rounded_above);
+            const float above_plus_half = fmaf(1 - down, above, .5f); // the cast truncates
+            out[i * s.c + c] = (uint8_t)fmaf(down, below, above_plus_half);
         }
     }
 }
@@ -3512,33 +3626,38 @@ typedef struct Consumer {
 // The loader of a data set: its ring of batches and the workers that fill them.
 typedef struct Loader {
     const Dataset *data;
-    Shape shape;        // of the images in a batch
-    uint32_t *order;    // the epoch's permutation: order[position] = image
-    size_t rank_images; // how many of its images are this rank's
-    size_t batch_size;
-    size_t batches; // in this epoch
-    size_t workers, slots;
-    size_t slot_size;       // elements of a slot's images, with space for a vector load past them
-    Batch *ring;            // batch b is in slot b % slots
-    size_t *filled;         // 1 + the number of the batch that a slot holds, or 0 if it holds none
-    size_t started;         // batches that workers have begun
-    size_t handed;          // batches that loader_next() has handed out
-    size_t busy;            // workers that are filling a slot
-    size_t workers_started; // gives each worker its number
-    bool quit;              // asks the workers to end
-    Augment *augment;       // NULL leaves images as they are
-    RandomKey key;          // the epoch's seed and number, and this rank's positions
     Consumer consumer;
-    MemoryPlan plan;
+    Shape shape;      // of the images in a batch
+    Augment *augment; // NULL leaves images as they are
+    size_t batch_size;
+    real normalised[3][256]; // (byte / 255 - mean) / std, by channel
+    // the epoch
+    uint32_t *order;    // its permutation: order[position] = image
+    size_t rank_images; // how many of its images are this rank's
+    RandomKey key;      // its seed and number, and this rank's positions
+    // the ring
+    size_t slots;
+    size_t slot_size; // elements of a slot's images, with padding for vector loads past their end
+    Batch *ring;      // batch b is in slot b % slots
     real *images, *device_images; // of all slots
     uint8_t *labels, *device_labels;
     DeviceDataset resident; // the data set on the device, if consumer.resident
-    size_t uploaded;        // bytes copied to the device
-    size_t upload_ns;       // how long that took
+    MemoryPlan plan;
+    // what the workers and loader_next() share, guarded by the lock
     pthread_mutex_t lock;
     pthread_cond_t changed;
+    size_t batches; // in this epoch
+    size_t started; // batches that workers have begun
+    size_t handed;  // batches that loader_next() has handed out
+    size_t busy;    // workers that are filling a slot
+    size_t *filled; // 1 + the number of the batch that a slot holds, or 0 if it holds none
+    bool quit;      // asks the workers to end
+    // the workers, which count by atomic additions
+    size_t workers;
     pthread_t *threads;
-    real normalised[3][256]; // (byte / 255 - mean) / std, by channel
+    size_t workers_started; // gives each worker its number
+    size_t uploaded;        // bytes copied to the device
+    size_t upload_ns;       // how long that took
 } Loader;
 
 // Channel c of a pixel between four pixels of an image
@@ -3567,89 +3686,91 @@ static void enlarge(real *out, const real *image, Shape s, size_t factor) {
 }
 
 // out = the normalised values of an image
-static void normalise(const Loader *l, real *out, const uint8_t *image) {
-    const Shape s = l->data->info->shape;
+static void normalise(const Loader *loader, real *out, const uint8_t *image) {
+    const Shape s = loader->data->info->shape;
     for (size_t p = 0; p < shape_size(s); p += s.c)
         for (size_t c = 0; c < s.c; c++)
-            out[p + c] = l->normalised[c][image[p + c]];
+            out[p + c] = loader->normalised[c][image[p + c]];
 }
 
 // out = the image at a position of the epoch, augmented, normalised and enlarged
-static void load_image(const Loader *l, real *out, size_t position) {
-    const Shape s = l->data->info->shape;
-    const size_t size = shape_size(s), factor = l->shape.h / s.h;
-    const uint8_t *bytes = l->data->images + l->order[position] * size;
+static void load_image(const Loader *loader, real *out, size_t position) {
+    const Shape s = loader->data->info->shape;
+    const size_t size = shape_size(s), factor = loader->shape.h / s.h;
+    const uint8_t *bytes = loader->data->images + loader->order[position] * size;
     uint8_t augmented[size];
     real normalised[size];
-    if (l->augment) {
-        const RandomKey key = {l->key.seed, l->key.epoch, position, 1};
-        l->augment(augmented, bytes, s, &key);
+    if (loader->augment) {
+        const RandomKey key = {loader->key.seed, loader->key.epoch, position, 1};
+        loader->augment(augmented, bytes, s, &key);
         bytes = augmented;
     }
     if (factor == 1) {
-        normalise(l, out, bytes);
+        normalise(loader, out, bytes);
         return;
     }
-    normalise(l, normalised, bytes);
+    normalise(loader, normalised, bytes);
     enlarge(out, normalised, s, factor);
 }
 
 // Fills a batch. If the data set is resident, the device adds the images.
-static void fill_batch(const Loader *l, Batch *batch, size_t number) {
-    const size_t size = shape_size(l->shape), first = number * l->batch_size;
+static void fill_batch(const Loader *loader, Batch *batch, size_t number) {
+    const size_t size = shape_size(loader->shape), first = number * loader->batch_size;
     batch->number = number;
-    batch->key = l->key;
-    batch->key.first = position_of(l->key, first);
-    batch->n = min_size(l->batch_size, l->rank_images - first);
+    batch->key = loader->key;
+    batch->key.first = position_of(loader->key, first);
+    batch->n = min_size(loader->batch_size, loader->rank_images - first);
     for (size_t i = 0; i < batch->n; i++) {
         const size_t position = position_of(batch->key, i);
-        batch->labels[i] = l->data->labels[l->order[position]];
+        batch->labels[i] = loader->data->labels[loader->order[position]];
         if (!batch->resident)
-            load_image(l, batch->images + i * size, position);
+            load_image(loader, batch->images + i * size, position);
     }
 }
 
 // Fills the slot of batch `number` and copies it to the device, which keeps computing meanwhile. It
 // is called without the lock, so that several workers can make batches at once.
-static void make_batch(Loader *l, size_t number, size_t worker) {
-    Batch *slot = &l->ring[number % l->slots];
-    const Consumer *consumer = &l->consumer;
+static void make_batch(Loader *loader, size_t number, size_t worker) {
+    Batch *slot = &loader->ring[number % loader->slots];
+    const Consumer *consumer = &loader->consumer;
     double start = now();
-    fill_batch(l, slot, number);
+    fill_batch(loader, slot, number);
     double filled_at = now();
     trace_event(consumer->rank, TRACK_LOADER + worker, "make a batch", start, filled_at);
     if (!consumer->device->is_gpu || consumer->resident)
         return;
-    size_t bytes = slot->n * shape_size(l->shape) * sizeof(real);
+    size_t bytes = slot->n * shape_size(loader->shape) * sizeof(real);
     consumer->device->transfer(consumer->device_number, slot->device_images, slot->images, bytes);
     consumer->device->transfer(consumer->device_number, slot->device_labels, slot->labels, slot->n);
     double end = now();
     trace_event(consumer->rank, TRACK_LOADER + worker, "upload", filled_at, end);
-    __atomic_fetch_add(&l->uploaded, bytes + slot->n, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&l->upload_ns, (size_t)(1e9 * (end - filled_at)), __ATOMIC_RELAXED);
+    __atomic_fetch_add(&loader->uploaded, bytes + slot->n, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&loader->upload_ns, (size_t)(1e9 * (end - filled_at)), __ATOMIC_RELAXED);
 }
 
 static void *loader_worker(void *argument) {
-    Loader *l = argument;
-    size_t worker = __atomic_fetch_add(&l->workers_started, 1, __ATOMIC_RELAXED);
+    Loader *loader = argument;
+    size_t worker = __atomic_fetch_add(&loader->workers_started, 1, __ATOMIC_RELAXED);
     /* LAB 3.1 BEGIN loader_worker */
-    pthread_mutex_lock(&l->lock);
-    while (!l->quit) {
+    pthread_mutex_lock(&loader->lock);
+    while (!loader->quit) {
+        const bool none_left = loader->started == loader->batches;
         // One slot is in use: it holds the batch that loader_next() returned last.
-        if (l->started == l->batches || l->started >= l->handed + l->slots - 1) {
-            pthread_cond_wait(&l->changed, &l->lock);
+        const bool ring_full = loader->started >= loader->handed + loader->slots - 1;
+        if (none_left || ring_full) {
+            pthread_cond_wait(&loader->changed, &loader->lock);
             continue;
         }
-        size_t number = l->started++;
-        l->busy++;
-        pthread_mutex_unlock(&l->lock);
-        make_batch(l, number, worker);
-        pthread_mutex_lock(&l->lock);
-        l->busy--;
-        l->filled[number % l->slots] = number + 1;
-        pthread_cond_broadcast(&l->changed);
+        size_t number = loader->started++;
+        loader->busy++;
+        pthread_mutex_unlock(&loader->lock);
+        make_batch(loader, number, worker);
+        pthread_mutex_lock(&loader->lock);
+        loader->busy--;
+        loader->filled[number % loader->slots] = number + 1;
+        pthread_cond_broadcast(&loader->changed);
     }
-    pthread_mutex_unlock(&l->lock);
+    pthread_mutex_unlock(&loader->lock);
     /* LAB 3.1 END */
     return NULL;
 }
@@ -3660,87 +3781,91 @@ static size_t order_size(const Dataset *data, const Consumer *consumer) {
 }
 
 // Plans the memory of a loader with batches of batch_size images. loader_init() allocates it.
-static void loader_plan(Loader *l, const Dataset *data, size_t batch_size, size_t workers,
+static void loader_plan(Loader *loader, const Dataset *data, size_t batch_size, size_t workers,
                         Augmentation augment, Consumer consumer) {
     const Shape shape = data->info->shape;
-    const size_t order_bytes = order_size(data, &consumer) * sizeof *l->order;
-    *l = (Loader){.data = data, .batch_size = batch_size, .workers = workers, .consumer = consumer};
-    l->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    l->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
-    l->shape = resized(shape, consumer.resize);
-    l->augment = augmentations[augment].augment;
-    l->resident =
-        (DeviceDataset){.shape = shape, .factor = l->shape.h / shape.h, .augment = augment};
-    l->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
-    l->plan.device = consumer.device;
+    const size_t order_bytes = order_size(data, &consumer) * sizeof *loader->order;
+    *loader =
+        (Loader){.data = data, .batch_size = batch_size, .workers = workers, .consumer = consumer};
+    loader->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    loader->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    loader->shape = resized(shape, consumer.resize);
+    loader->augment = augmentations[augment].augment;
+    loader->resident =
+        (DeviceDataset){.shape = shape, .factor = loader->shape.h / shape.h, .augment = augment};
+    loader->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
+    loader->plan.device = consumer.device;
     if (!consumer.resident)
-        l->slot_size = align_up(batch_size * shape_size(l->shape)) + ALIGN;
-    const size_t bytes = l->slots * l->slot_size * sizeof(real);
+        loader->slot_size = align_up(batch_size * shape_size(loader->shape)) + ALIGN;
+    const size_t bytes = loader->slots * loader->slot_size * sizeof(real);
     const MemoryKind where = consumer.pinned ? PINNED : HOST;
-    memory_plan_add(&l->plan, &l->images, bytes, where, FOR_LOADER);
-    memory_plan_add(&l->plan, &l->labels, l->slots * batch_size, where, FOR_LOADER);
-    memory_plan_add(&l->plan, &l->order, order_bytes, HOST, FOR_LOADER);
+    memory_plan_add(&loader->plan, &loader->images, bytes, where, FOR_LOADER);
+    memory_plan_add(&loader->plan, &loader->labels, loader->slots * batch_size, where, FOR_LOADER);
+    memory_plan_add(&loader->plan, &loader->order, order_bytes, HOST, FOR_LOADER);
     if (consumer.resident) {
-        memory_plan_add(&l->plan, &l->resident.images, data->count * shape_size(shape), DEVICE,
-                        FOR_DATA);
-        memory_plan_add(&l->plan, &l->resident.labels, data->count, DEVICE, FOR_DATA);
-        memory_plan_add(&l->plan, &l->resident.normalised, sizeof l->normalised, DEVICE, FOR_DATA);
-        memory_plan_add(&l->plan, &l->resident.order, order_bytes, DEVICE, FOR_DATA);
+        memory_plan_add(&loader->plan, &loader->resident.images, data->count * shape_size(shape),
+                        DEVICE, FOR_DATA);
+        memory_plan_add(&loader->plan, &loader->resident.labels, data->count, DEVICE, FOR_DATA);
+        memory_plan_add(&loader->plan, &loader->resident.normalised, sizeof loader->normalised,
+                        DEVICE, FOR_DATA);
+        memory_plan_add(&loader->plan, &loader->resident.order, order_bytes, DEVICE, FOR_DATA);
     } else if (consumer.device->is_gpu) {
-        memory_plan_add(&l->plan, &l->device_images, bytes, DEVICE, FOR_LOADER);
-        memory_plan_add(&l->plan, &l->device_labels, l->slots * batch_size, DEVICE, FOR_LOADER);
+        memory_plan_add(&loader->plan, &loader->device_images, bytes, DEVICE, FOR_LOADER);
+        memory_plan_add(&loader->plan, &loader->device_labels, loader->slots * batch_size, DEVICE,
+                        FOR_LOADER);
     }
 }
 
-// Copies the data set to the device.
-static void make_resident(Loader *l) {
-    const Dataset *data = l->data;
-    const Device *d = l->consumer.device;
-    DeviceDataset *r = &l->resident;
+// Copies the data set to the device. Kernels only read it, so that its pointers are to const; this
+// function fills it.
+static void make_resident(Loader *loader) {
+    const Dataset *data = loader->data;
+    const Device *d = loader->consumer.device;
+    DeviceDataset *r = &loader->resident;
     d->copy((void *)r->images, data->images, data->count * shape_size(r->shape));
     d->copy((void *)r->labels, data->labels, data->count);
-    d->copy((void *)r->normalised, l->normalised, sizeof l->normalised);
+    d->copy((void *)r->normalised, loader->normalised, sizeof loader->normalised);
     blur_weights(r->blur);
 }
 
 // Gives each slot its memory. Without a copy on the device, kernels read the slot itself.
-static void init_slots(Loader *l) {
-    for (size_t s = 0; s < l->slots; s++) {
-        Batch *slot = &l->ring[s];
-        const size_t first_image = s * l->slot_size, first_label = s * l->batch_size;
-        slot->images = l->images + first_image;
-        slot->labels = l->labels + first_label;
+static void init_slots(Loader *loader) {
+    for (size_t s = 0; s < loader->slots; s++) {
+        Batch *slot = &loader->ring[s];
+        const size_t first_image = s * loader->slot_size, first_label = s * loader->batch_size;
+        slot->images = loader->images + first_image;
+        slot->labels = loader->labels + first_label;
         slot->device_images = slot->images;
         slot->device_labels = slot->labels;
-        if (l->device_images) {
-            slot->device_images = l->device_images + first_image;
-            slot->device_labels = l->device_labels + first_label;
+        if (loader->device_images) {
+            slot->device_images = loader->device_images + first_image;
+            slot->device_labels = loader->device_labels + first_label;
         }
-        if (l->consumer.resident)
-            slot->resident = &l->resident;
+        if (loader->consumer.resident)
+            slot->resident = &loader->resident;
     }
 }
 
 // Allocates the memory and starts the workers, which wait for loader_start().
-static void loader_init(Loader *l) {
-    const DatasetInfo *info = l->data->info;
-    memory_plan_alloc(&l->plan);
-    l->ring = must_alloc(l->slots * sizeof *l->ring, "the loader");
-    l->filled = must_alloc(l->slots * sizeof *l->filled, "the loader");
-    l->threads = must_alloc(l->workers * sizeof *l->threads, "the loader");
+static void loader_init(Loader *loader) {
+    const DatasetInfo *info = loader->data->info;
+    memory_plan_alloc(&loader->plan);
+    loader->ring = must_alloc(loader->slots * sizeof *loader->ring, "the loader");
+    loader->filled = must_alloc(loader->slots * sizeof *loader->filled, "the loader");
+    loader->threads = must_alloc(loader->workers * sizeof *loader->threads, "the loader");
     for (size_t c = 0; c < info->shape.c; c++)
         for (int byte = 0; byte < 256; byte++)
-            l->normalised[c][byte] = ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
-    if (l->consumer.resident)
-        make_resident(l);
-    init_slots(l);
-    for (size_t w = 0; w < l->workers; w++)
-        if (pthread_create(&l->threads[w], NULL, loader_worker, l) != 0)
-            die(1, "cannot start loader worker %zu of %zu; use fewer --workers", w + 1, l->workers);
+            loader->normalised[c][byte] =
+                ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
+    if (loader->consumer.resident)
+        make_resident(loader);
+    init_slots(loader);
+    for (size_t w = 0; w < loader->workers; w++)
+        start_thread(&loader->threads[w], loader_worker, loader, "a loader worker");
 }
 
-// Fisher-Yates: all permutations are practically equally likely. Draw i depends on seed, epoch and
-// i only.
+// Fisher-Yates, in which the remainder of 64 random bits is practically uniform. Draw i depends
+// only on seed, epoch and i.
 static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
     for (size_t remaining = count; remaining > 1; remaining--) {
         uint32_t r[4];
@@ -3760,75 +3885,77 @@ enum { TEST_EPOCH = 0 }; // training counts its epochs from 1
    training; a test keeps the order of the file. Rank r of N has the positions r, r + N, ... In
    training, the first images are repeated at the end, so that all ranks have the same number (as in
    PyTorch's DistributedSampler). */
-static void order_epoch(Loader *l, uint64_t seed, size_t epoch) {
-    const size_t count = l->data->count, rank = l->consumer.rank, ranks = l->consumer.ranks;
+static void order_epoch(Loader *loader, uint64_t seed, size_t epoch) {
+    const size_t count = loader->data->count, rank = loader->consumer.rank,
+                 ranks = loader->consumer.ranks;
     /* LAB 8.2 BEGIN order_epoch */
     for (size_t i = 0; i < count; i++)
-        l->order[i] = (uint32_t)i;
+        loader->order[i] = (uint32_t)i;
     if (epoch != TEST_EPOCH)
-        shuffle(l->order, count, seed, epoch);
+        shuffle(loader->order, count, seed, epoch);
     for (size_t i = 0; i + 1 < ranks; i++)
-        l->order[count + i] = l->order[i];
-    l->key = (RandomKey){seed, epoch, rank, ranks};
+        loader->order[count + i] = loader->order[i];
+    loader->key = (RandomKey){seed, epoch, rank, ranks};
     // In training count / ranks, rounded up; in testing (count - rank) / ranks, rounded up
     size_t rounded_up = count + ranks - 1;
     if (epoch == TEST_EPOCH)
         rounded_up -= rank;
-    l->rank_images = rounded_up / ranks;
+    loader->rank_images = rounded_up / ranks;
     /* LAB 8.2 END */
 }
 
 // Stops the workers from starting new batches and waits for those in progress. The caller has the
 // lock.
-static void pause_workers(Loader *l) {
-    l->batches = l->started; // no batch is left to begin, if an epoch ended early
-    while (l->busy > 0)
-        pthread_cond_wait(&l->changed, &l->lock);
+static void pause_workers(Loader *loader) {
+    loader->batches = loader->started; // no worker begins another batch, if an epoch ended early
+    while (loader->busy > 0)
+        pthread_cond_wait(&loader->changed, &loader->lock);
 }
 
 // Starts an epoch at its batch number `first`.
-static void loader_start(Loader *l, uint64_t seed, size_t epoch, size_t first) {
-    const size_t order_bytes = order_size(l->data, &l->consumer) * sizeof *l->order;
-    pthread_mutex_lock(&l->lock);
-    pause_workers(l);
-    order_epoch(l, seed, epoch);
-    if (l->consumer.resident)
-        l->consumer.device->copy(l->resident.order, l->order, order_bytes);
-    memset(l->filled, 0, l->slots * sizeof *l->filled);
-    l->started = l->handed = first;
-    l->batches = ceil_div(l->rank_images, l->batch_size);
-    pthread_cond_broadcast(&l->changed);
-    pthread_mutex_unlock(&l->lock);
+static void loader_start(Loader *loader, uint64_t seed, size_t epoch, size_t first) {
+    const size_t order_bytes = order_size(loader->data, &loader->consumer) * sizeof *loader->order;
+    pthread_mutex_lock(&loader->lock);
+    pause_workers(loader);
+    order_epoch(loader, seed, epoch);
+    if (loader->consumer.resident)
+        loader->consumer.device->copy(loader->resident.order, loader->order, order_bytes);
+    memset(loader->filled, 0, loader->slots * sizeof *loader->filled);
+    loader->started = first;
+    loader->handed = first;
+    loader->batches = ceil_div(loader->rank_images, loader->batch_size);
+    pthread_cond_broadcast(&loader->changed);
+    pthread_mutex_unlock(&loader->lock);
 }
 
 // Returns the next batch, which is valid until the next call, or NULL when the epoch is over.
-static const Batch *loader_next(Loader *l) {
+static const Batch *loader_next(Loader *loader) {
     const Batch *batch = NULL;
     /* LAB 3.2 BEGIN loader_next */
-    pthread_mutex_lock(&l->lock);
-    if (l->handed < l->batches) {
-        size_t number = l->handed++;
-        pthread_cond_broadcast(&l->changed); // the slot of the previous batch is free now
-        while (l->filled[number % l->slots] != number + 1)
-            pthread_cond_wait(&l->changed, &l->lock);
-        batch = &l->ring[number % l->slots];
+    pthread_mutex_lock(&loader->lock);
+    if (loader->handed < loader->batches) {
+        size_t number = loader->handed++;
+        pthread_cond_broadcast(&loader->changed); // the slot of the previous batch is free now
+        while (loader->filled[number % loader->slots] != number + 1)
+            pthread_cond_wait(&loader->changed, &loader->lock);
+        batch = &loader->ring[number % loader->slots];
     }
-    pthread_mutex_unlock(&l->lock);
+    pthread_mutex_unlock(&loader->lock);
     /* LAB 3.2 END */
     return batch;
 }
 
-static void loader_free(Loader *l) {
-    pthread_mutex_lock(&l->lock);
-    l->quit = true;
-    pthread_cond_broadcast(&l->changed);
-    pthread_mutex_unlock(&l->lock);
-    for (size_t w = 0; w < l->workers; w++)
-        pthread_join(l->threads[w], NULL);
-    memory_plan_free(&l->plan);
-    free(l->ring);
-    free(l->filled);
-    free(l->threads);
+static void loader_free(Loader *loader) {
+    pthread_mutex_lock(&loader->lock);
+    loader->quit = true;
+    pthread_cond_broadcast(&loader->changed);
+    pthread_mutex_unlock(&loader->lock);
+    for (size_t w = 0; w < loader->workers; w++)
+        pthread_join(loader->threads[w], NULL);
+    memory_plan_free(&loader->plan);
+    free(loader->ring);
+    free(loader->filled);
+    free(loader->threads);
 }
 
 /* ==== 10. Data parallelism =======================================================================
@@ -3843,18 +3970,18 @@ static void loader_free(Loader *l) {
            the outputs, computes the loss, reduces the gradients and makes the update, while the
            others wait.
 
-   Both give the update of one device that has the whole batch: the shares make up that batch,
-   random numbers follow an image's position, and the loss is the mean over the whole batch. (If N
-   does not divide the data, ddp's last batch repeats some images, as PyTorch's does.) BatchNorm
-   alone sees only a rank's share; rank 0's running statistics are kept. Sums are taken in the
-   order of the ring: the same N gives the same bits. */
+   Up to rounding, both give the update of one device with the whole batch: the shares together are
+   that batch, random numbers follow an image's position, and the loss is the mean over the whole
+   batch. (If N does not divide the data, ddp's last batch repeats some images, as PyTorch's does.)
+   BatchNorm alone sees only a rank's share; rank 0's running statistics are kept. Each sum has a
+   fixed order, the ring's or, under dp, the ranks': the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    struct Comm *comms[MAX_REPLICAS]; // by rank
-    size_t arrivals[MAX_REPLICAS];    // the barriers that each rank has reached
+    struct Communicator *comms[MAX_REPLICAS]; // by rank
+    size_t arrivals[MAX_REPLICAS];            // the barriers that each rank has reached
     // For dp: the master's batch, and the outputs, gradients and losses of all its images, laid out
     // as in a network
     const Batch *batch;
@@ -3864,7 +3991,7 @@ typedef struct Team {
 } Team;
 
 // What a rank needs to communicate with the others
-typedef struct Comm {
+typedef struct Communicator {
     size_t rank;  // 0 to world - 1
     size_t world; // the number of ranks
     size_t device_number;
@@ -3883,57 +4010,24 @@ typedef struct Comm {
     // For ddp: the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
     size_t bucket_count;
-    size_t ready; // buckets that backward has finished in this step
-    size_t done;  // buckets whose sum is complete
-    bool quit;    // asks the thread to end
+    size_t buckets_ready; // in this step: how many backward has finished
+    size_t buckets_done;  // of these, how many have been summed over the ranks
+    bool quit;            // asks the thread to end
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    double seconds;     // that communication took since the last step
-    double bytes_moved; // since the last step: sent or, under dp, received
+    double seconds;    // that communication took since the last step
+    double bytes_sent; // since the last step: sent or, under dp, received
     MemoryPlan plan;
-} Comm;
+} Communicator;
 
 // Ranks wait in intervals of this many seconds. While this process is stopped, for example by
 // Ctrl-Z, only one interval counts towards --timeout.
 static const double wait_interval = .1;
 
-static _Noreturn void die_timeout(const Comm *c, size_t awaited) {
+static _Noreturn void die_timeout(const Communicator *c, size_t awaited) {
     die(1, "rank %zu: rank %zu has not answered for %g s; see its log, or raise --timeout", c->rank,
         awaited, c->settings->timeout);
-}
-
-/* ---- Signals
-
-   SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and then end the
-   run, with exit status 128 + their number; a second one ends the program at once. Each
-   process stores the request in the StepResult of the current step. Several ranks exchange these
-   results at the log interval, so they all learn of it after the same step. A single rank acts
-   after the current step. */
-enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
-static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
-
-static void on_signal(int number) {
-    if (number == SIGUSR1 && requested)
-        return; // the end, which may have been asked for, includes a checkpoint
-    if (number == SIGUSR1) {
-        requested = SAVE_REQUEST;
-        return;
-    }
-    signal(number, SIG_DFL); // a second signal ends the program
-    requested = END_REQUEST + number;
-}
-
-static void catch_signals(void) {
-    static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
-    for (size_t i = 0; i < LENGTH(numbers); i++)
-        if (signal(numbers[i], on_signal) == SIG_IGN) // what nohup ignores stays ignored
-            signal(numbers[i], SIG_IGN);
-}
-
-// Returns what this process was asked for since the last call, or 0.
-static int take_request(void) {
-    return __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED);
 }
 
 // ---- Ranks
@@ -3951,7 +4045,7 @@ static void finalize_mpi(void) {
 }
 
 // Initialises MPI; sets rank, world and device_number. Ranks of a machine have devices 0, 1, ...
-static void start_mpi(Comm *c) {
+static void start_mpi(Communicator *c) {
     int provided, rank, world, device;
     MPI_Comm machine;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
@@ -3971,22 +4065,22 @@ static void start_mpi(Comm *c) {
 }
 
 // Waits until a message to or from a neighbour is complete. Dies after --timeout.
-static void mpi_wait(const Comm *c, MPI_Request *request, size_t neighbour) {
+static void mpi_wait(const Communicator *c, MPI_Request *request, size_t neighbour) {
     double waited = 0, last = now();
-    int done = 0;
+    int done;
+    MPI_Test(request, &done, MPI_STATUS_IGNORE);
     while (!done) {
-        MPI_Test(request, &done, MPI_STATUS_IGNORE);
         waited += fmin(now() - last, wait_interval);
         last = now();
-        if (!done && waited > c->settings->timeout)
+        if (waited > c->settings->timeout)
             die_timeout(c, neighbour);
-        if (!done)
-            nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // leaves the core to others
+        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // leaves the core to others
+        MPI_Test(request, &done, MPI_STATUS_IGNORE);
     }
 }
 
 // Sends bytes to the right neighbour and returns the bytes received from the left neighbour.
-static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t expected) {
+static const void *mpi_exchange(Communicator *c, const void *send, size_t bytes, size_t expected) {
     size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
     MPI_Request requests[2];
     if (c->net->device->is_gpu) {
@@ -4001,25 +4095,38 @@ static const void *mpi_exchange(Comm *c, const void *send, size_t bytes, size_t 
     return c->receive_buffer;
 }
 #else
-#define start_mpi(c)                                                                              \
-    die(1, "started as one of several ranks, but built without MPI; install MPI, then run: make " \
-           "clean && make")
-#define mpi_exchange(c, send, bytes, expected) ((const void *)(send)) // not reached
+static _Noreturn void start_mpi(const Communicator *c) {
+    (void)c;
+    die(1, "started as one of several ranks, but built without MPI; install MPI, then run: make "
+           "clean && make");
+}
+
+// Not reached
+static const void *mpi_exchange(Communicator *c, const void *send, size_t bytes, size_t expected) {
+    (void)c, (void)bytes, (void)expected;
+    return send;
+}
 #endif
+
+// How many processes mpirun or srun has started, or 0
+static size_t launched_processes(void) {
+    static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
+    size_t count = 0;
+    for (size_t i = 0; i < LENGTH(sizes); i++)
+        count = max_size(count, environment_number(sizes[i]));
+    return count;
+}
 
 // If mpirun or srun has started this process as one of several, initialises MPI, sets rank, world
 // and device_number, and returns true.
-static bool join_mpi(Comm *c) {
+static bool join_mpi(Communicator *c) {
     const bool launched =
         getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
-    static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
-    size_t world = 0;
-    for (size_t i = 0; i < LENGTH(sizes); i++)
-        world = max_size(world, environment_number(sizes[i]));
+    const size_t world = launched_processes();
     if (!launched && world > 1 && environment_number("SLURM_PROCID") == 0)
         fprintf(stderr,
                 "cnn: warning: srun has started %zu processes without MPI: each trains by itself; "
-                "for one run of all, use srun --mpi=pmix, or mpirun\n",
+                "to train together, use srun --mpi=pmix, or mpirun\n",
                 world);
     if (!launched || world < 2)
         return false;
@@ -4051,7 +4158,7 @@ static bool wait_for_team(Team *t) {
 
 // Waits until all ranks of the team have arrived; after --timeout dies, naming one that has not.
 // Without a team it does nothing: processes wait for each other's messages instead.
-static void team_barrier(Comm *c) {
+static void team_barrier(Communicator *c) {
     Team *t = c->team;
     if (!t)
         return;
@@ -4071,23 +4178,23 @@ static void team_barrier(Comm *c) {
 }
 
 // Whether NCCL adds the gradients: this build has it, and each rank is a process with its own GPU.
-static bool uses_nccl(const Comm *c) {
+static bool uses_nccl(const Communicator *c) {
     return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->device->is_gpu;
 }
 
 /* One step around the ring: sends data[send] to the right neighbour and receives data[receive] from
    the left neighbour, with = or, if add, +=. Threads read from the left neighbour's memory. */
-static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) {
+static void ring_step(Communicator *c, real *data, Range send, Range receive, bool add) {
     const real *from;
     if (c->team) {
         team_barrier(c);
-        const Comm *left = c->team->comms[(c->rank + c->world - 1) % c->world];
+        const Communicator *left = c->team->comms[(c->rank + c->world - 1) % c->world];
         from = (const real *)left->published + receive.first;
     } else {
         from = mpi_exchange(c, data + send.first, send.count * sizeof *data,
                             receive.count * sizeof *data);
     }
-    c->bytes_moved += (double)(send.count * sizeof *data);
+    c->bytes_sent += (double)(send.count * sizeof *data);
     c->net->device->receive(c->device_number, data + receive.first, from, receive.count, add,
                             c->buffer);
 }
@@ -4096,9 +4203,9 @@ static void ring_step(Comm *c, real *data, Range send, Range receive, bool add) 
    reduce-scatter, then world - 1 of an all-gather. Each rank sends 2 (world - 1) / world of the
    range: less than twice the range, however many ranks there are. (Patarasuk, Yuan, "Bandwidth
    optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
-static void all_reduce(Comm *c, real *data, Range range) {
+static void all_reduce(Communicator *c, real *data, Range range) {
     const size_t n = c->world;
-    const size_t rank_plus_2n = c->rank + 2 * n; // from which any step can be subtracted
+    const size_t rank_plus_2n = c->rank + 2 * n; // so that subtracting a step never wraps around
     c->published = data;
     /* LAB 8.1 BEGIN all_reduce */
     /* The part that a rank sends and the part that it receives, with n = 3:
@@ -4107,7 +4214,7 @@ static void all_reduce(Comm *c, real *data, Range range) {
          step 1     +=    sends 2, gets 1   sends 0, gets 2   sends 1, gets 0
          step 2     =     sends 1, gets 0   sends 2, gets 1   sends 0, gets 2
          step 3     =     sends 0, gets 2   sends 1, gets 0   sends 2, gets 1
-       After the reduce-scatter, n - 1 steps, part (rank + 1) % n is complete on a rank. */
+       After the n - 1 steps of the reduce-scatter, part (rank + 1) % n is complete on a rank. */
     for (size_t step = 0; step < 2 * (n - 1); step++) {
         const Range sent = part_of(range, (rank_plus_2n - step) % n, n);
         const Range received = part_of(range, (rank_plus_2n - step - 1) % n, n);
@@ -4118,15 +4225,15 @@ static void all_reduce(Comm *c, real *data, Range range) {
 }
 
 // The same sum, computed by NCCL, which sends as many bytes as the ring
-static void nccl_all_reduce(Comm *c, real *data, Range range) {
+static void nccl_all_reduce(Communicator *c, real *data, Range range) {
     const size_t n = c->world, left = (c->rank + n - 1) % n;
-    c->bytes_moved += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
+    c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
     if (!cuda_all_reduce(c->device_number, data + range.first, range.count, c->settings->timeout))
         die_timeout(c, left);
 }
 
 // Copies rank 0's data to all ranks, around the ring.
-static void broadcast(Comm *c, real *data, size_t count) {
+static void broadcast(Communicator *c, real *data, size_t count) {
     c->published = data;
     for (size_t step = 0; step + 1 < c->world; step++) {
         const Range sent = {0, c->rank == step ? count : 0};
@@ -4136,17 +4243,17 @@ static void broadcast(Comm *c, real *data, size_t count) {
     team_barrier(c);
 }
 
-enum { GATHER_CHUNK = 4096 }; // bytes
+enum { GATHER_CHUNK = 4096 }; // bytes; comm_plan() makes the buffers larger by one chunk
 
 // Threads of one process read the other ranks' bytes where they are.
-static void gather_from_team(Comm *c, char *all, size_t bytes) {
+static void gather_from_team(Communicator *c, char *all, size_t bytes) {
     for (size_t r = 0; r < c->world; r++)
         if (r != c->rank)
             memcpy(all + r * bytes, (const char *)c->team->comms[r]->published + r * bytes, bytes);
 }
 
 // Processes pass the bytes around the ring, in chunks.
-static void gather_around_ring(Comm *c, char *all, size_t bytes) {
+static void gather_around_ring(Communicator *c, char *all, size_t bytes) {
     const size_t n = c->world;
     for (size_t step = 1; step < n; step++) {
         // the rank whose bytes arrive in this step, and the one whose bytes arrived before
@@ -4160,7 +4267,7 @@ static void gather_around_ring(Comm *c, char *all, size_t bytes) {
 }
 
 // all[r] = the bytes that rank r has in its all[r], in host memory
-static void all_gather(Comm *c, void *all, size_t bytes) {
+static void all_gather(Communicator *c, void *all, size_t bytes) {
     c->published = all;
     team_barrier(c);
     if (c->team)
@@ -4174,46 +4281,47 @@ static void all_gather(Comm *c, void *all, size_t bytes) {
 
 // Adds up each bucket when it is ready, while backward fills the next.
 static void *comm_thread(void *argument) {
-    Comm *c = argument;
+    Communicator *c = argument;
     pthread_mutex_lock(&c->lock);
     while (!c->quit) {
-        if (c->done == c->ready) {
+        if (c->buckets_done == c->buckets_ready) {
             pthread_cond_wait(&c->changed, &c->lock);
             continue;
         }
-        size_t bucket = c->done;
+        size_t bucket = c->buckets_done;
         pthread_mutex_unlock(&c->lock);
         c->net->device->wait(c->replica, BUCKET_MARKS + bucket);
         double begin = now();
-        c->net->device->range(RANGE_STEP, "all-reduce");
+        c->net->device->nsight_range(NSIGHT_STEP, "all-reduce");
         if (uses_nccl(c))
             nccl_all_reduce(c, c->net->grads, c->buckets[bucket]);
         else
             all_reduce(c, c->net->grads, c->buckets[bucket]);
-        c->net->device->range(RANGE_STEP, NULL);
+        c->net->device->nsight_range(NSIGHT_STEP, NULL);
         c->seconds += now() - begin;
         trace_event(c->rank, TRACK_COMM, "all-reduce", begin, now());
         pthread_mutex_lock(&c->lock);
-        c->done++;
+        c->buckets_done++;
         pthread_cond_broadcast(&c->changed);
     }
     pthread_mutex_unlock(&c->lock);
     return NULL;
 }
 
-// backward() calls this when the gradients from offset `first` on are finished. context: the Comm
+// backward() calls this when the gradients at offset `first` and above are complete. `context` is
+// the rank's Communicator.
 static void gradients_ready(void *context, size_t first) {
-    Comm *c = context;
+    Communicator *c = context;
     pthread_mutex_lock(&c->lock);
-    while (c->ready < c->bucket_count && c->buckets[c->ready].first >= first) {
-        c->net->device->mark(BUCKET_MARKS + c->ready);
-        c->ready++;
+    while (c->buckets_ready < c->bucket_count && c->buckets[c->buckets_ready].first >= first) {
+        c->net->device->mark(BUCKET_MARKS + c->buckets_ready);
+        c->buckets_ready++;
     }
     pthread_cond_broadcast(&c->changed);
     pthread_mutex_unlock(&c->lock);
 }
 
-static void add_bucket(Comm *c, size_t first, size_t end) {
+static void add_bucket(Communicator *c, size_t first, size_t end) {
     if (end <= first)
         return;
     c->buckets[c->bucket_count] = (Range){first, end - first};
@@ -4222,7 +4330,7 @@ static void add_bucket(Comm *c, size_t first, size_t end) {
 
 // Divides the gradients into buckets, the last layer first. The first bucket is small, so that
 // communication begins early (as in PyTorch).
-static void plan_buckets(Comm *c) {
+static void plan_buckets(Communicator *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
     size_t end = net->param_size;
@@ -4241,47 +4349,47 @@ static void plan_buckets(Comm *c) {
 // ---- dp
 
 // to = from or, if add, to += from, where one of the two belongs to another rank
-static void dp_receive(Comm *c, real *to, const real *from, size_t count, bool add) {
+static void dp_receive(Communicator *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
     c->net->device->receive(c->device_number, to, from, count, add, c->buffer);
     c->seconds += now() - begin;
     trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
-    c->bytes_moved += (double)(count * sizeof *to);
+    c->bytes_sent += (double)(count * sizeof *to);
 }
 
-static void dp_copy(Comm *c, real *to, const real *from, size_t count) {
+static void dp_copy(Communicator *c, real *to, const real *from, size_t count) {
     dp_receive(c, to, from, count, false);
 }
 
-static void dp_add(Comm *c, real *to, const real *from, size_t count) {
+static void dp_add(Communicator *c, real *to, const real *from, size_t count) {
     dp_receive(c, to, from, count, true);
 }
 
-// A rank's part of the master's batch. If the batch is small, the last ranks have no image.
-static Range dp_part(const Comm *c, size_t rank) {
+// A rank's share of the master's batch. If the batch is small, the last ranks have no images.
+static Range dp_share(const Communicator *c, size_t rank) {
     const size_t n = c->team->batch->n;
-    const size_t share = ceil_div(n, c->world);
-    const size_t first = min_size(rank * share, n);
-    return (Range){first, min_size(share, n - first)};
+    const size_t images_per_rank = ceil_div(n, c->world);
+    const size_t first = min_size(rank * images_per_rank, n);
+    return (Range){first, min_size(images_per_rank, n - first)};
 }
 
-// Returns this rank's part of the master's next batch. The epoch must have one.
-static const Batch *dp_next(Comm *c) {
+// Returns this rank's share of the master's next batch. The epoch must have one.
+static const Batch *dp_next(Communicator *c) {
     Team *t = c->team;
     if (c->rank == 0)
         t->batch = loader_next(c->loader);
     c->net->device->synchronize(); // the update may still be queued
     team_barrier(c);
-    const Range part = dp_part(c, c->rank);
+    const Range share = dp_share(c, c->rank);
     c->batch = *t->batch;
-    c->batch.n = part.count;
-    c->batch.key.first = position_of(t->batch->key, part.first);
-    c->batch.device_images += part.first * shape_size(c->net->layers[0].out);
+    c->batch.n = share.count;
+    c->batch.key.first = position_of(t->batch->key, share.first);
+    c->batch.device_images += share.first * shape_size(c->net->layers[0].out);
     return &c->batch;
 }
 
 // Copies this rank's images of the master's batch, and the master's parameters.
-static void dp_load(Comm *c, double lr) {
+static void dp_load(Communicator *c, double lr) {
     Net *net = c->net;
     const Shape image_shape = net->layers[0].out;
     net->device->set_step(net->step, (StepInputs){c->batch.key, lr});
@@ -4290,7 +4398,7 @@ static void dp_load(Comm *c, double lr) {
     if (c->received_images) {
         dp_copy(c, c->received_images, c->batch.device_images, count);
         net->kernels->load_images(output(net, 0), c->received_images, c->batch.n, image_shape,
-                                  net->transposed);
+                                  net->settings->layout == NCHW);
     } else {
         dp_copy(c, output(net, 0), c->batch.device_images, count);
     }
@@ -4301,23 +4409,23 @@ static void dp_load(Comm *c, double lr) {
 }
 
 // The master computes the loss of the whole batch, and its gradient.
-static void master_loss(Comm *c) {
+static void master_loss(Communicator *c) {
     Team *t = c->team;
     Net *net = c->net;
     const size_t n = t->batch->n;
     net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels, n,
                            n, net->classes, c->settings->label_smoothing, net->loss_scale);
     net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
-    t->loss = batch_loss_from(t->host_losses, n).mean;
+    t->loss = average_losses(t->host_losses, n).mean;
 }
 
 // Gathers the outputs of all ranks on the master, which computes the loss, and fetches this rank's
-// part of its gradient. Returns the mean loss of the whole batch, and the number of images of this
-// rank's part that are classified correctly.
-static BatchLoss dp_loss(Comm *c) {
+// share of its gradient. Returns the mean loss of the whole batch, and the number of images of this
+// rank's share that are classified correctly.
+static BatchLoss dp_loss(Communicator *c) {
     Team *t = c->team;
     Net *net = c->net;
-    const Range images = dp_part(c, c->rank);
+    const Range images = dp_share(c, c->rank);
     const size_t first_output = images.first * net->classes;
     const size_t output_count = images.count * net->classes;
     const real *correct = t->host_losses + t->batch->n + images.first;
@@ -4332,13 +4440,13 @@ static BatchLoss dp_loss(Comm *c) {
 }
 
 // The master adds up the gradients of the ranks that had an image.
-static void add_gradients(Comm *c) {
+static void add_gradients(Communicator *c) {
     for (size_t r = 1; r < c->world; r++)
-        if (dp_part(c, r).count > 0)
+        if (dp_share(c, r).count > 0)
             dp_add(c, c->net->grads, c->team->comms[r]->net->grads, c->net->param_size);
 }
 
-static void dp_reduce(Comm *c) {
+static void dp_reduce(Communicator *c) {
     c->net->device->synchronize();
     team_barrier(c);
     if (c->rank == 0)
@@ -4349,31 +4457,33 @@ static void dp_reduce(Comm *c) {
 // ---- What train() and test() call. A single device counts as ddp.
 
 // Whether this rank loads images for training. With dp, only the master does.
-static bool loads_training_data(const Comm *c) {
+static bool loads_training_data(const Communicator *c) {
     return !c->dp || c->rank == 0;
 }
 
-static const Batch *next_batch(Comm *c) {
+static const Batch *next_batch(Communicator *c) {
     if (c->dp)
         return dp_next(c);
     return loader_next(c->loader);
 }
 
-static void load_batch(Comm *c, const Batch *batch, double lr) {
+// data.to(device)
+static void load_batch(Communicator *c, const Batch *batch, double lr) {
     if (c->dp)
         dp_load(c, lr);
     else
         net_load(c->net, batch, lr);
 }
 
-static BatchLoss batch_loss(Comm *c, const Batch *batch) {
+// loss = F.nll_loss(...). Also sets the gradient of the last row, from which backward() starts.
+static BatchLoss batch_loss(Communicator *c, const Batch *batch) {
     if (c->dp)
         return dp_loss(c);
     return loss_and_gradient(c->net, batch->n);
 }
 
 // Returns once the gradients of the whole batch have been summed: on all ranks, or on dp's master.
-static void reduce_gradients(Comm *c) {
+static void reduce_gradients(Communicator *c) {
     if (c->dp) {
         dp_reduce(c);
         return;
@@ -4382,27 +4492,27 @@ static void reduce_gradients(Comm *c) {
         return;
     gradients_ready(c, 0); // buckets not yet reported: all of them, with --overlap off
     pthread_mutex_lock(&c->lock);
-    while (c->done < c->bucket_count)
+    while (c->buckets_done < c->bucket_count)
         pthread_cond_wait(&c->changed, &c->lock);
-    c->ready = 0;
-    c->done = 0;
+    c->buckets_ready = 0;
+    c->buckets_done = 0;
     pthread_mutex_unlock(&c->lock);
 }
 
 // Before a test, gives all ranks rank 0's running statistics and, under dp, its parameters.
-static void broadcast_for_test(Comm *c) {
+static void broadcast_for_test(Communicator *c) {
     Net *net = c->net;
     net->device->synchronize();
     broadcast(c, net->stats, net->stats_size);
     if (c->dp)
         broadcast(c, net->params, net->param_size);
     refresh_params16(net);
-    c->seconds = 0; // this was not part of a step
-    c->bytes_moved = 0;
+    c->seconds = 0; // this did not belong to a step
+    c->bytes_sent = 0;
 }
 
-// sums[i] = its sum over all ranks, in the order of ranks. all: a buffer for the sums of each rank
-static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
+// sums[i] = its sum over all ranks, in the order of ranks. `all` is a buffer for all ranks' sums.
+static void sum_over_ranks(Communicator *c, double *sums, size_t count, double *all) {
     memcpy(all + c->rank * count, sums, count * sizeof *sums);
     all_gather(c, all, count * sizeof *sums);
     for (size_t i = 0; i < count; i++) {
@@ -4413,7 +4523,7 @@ static void sum_over_ranks(Comm *c, double *sums, size_t count, double *all) {
 }
 
 // Ends the program if a rank's hash differs from rank 0's.
-static void require_equal_on_ranks(Comm *c, const char *what, uint64_t hash) {
+static void require_equal_on_ranks(Communicator *c, const char *what, uint64_t hash) {
     uint64_t hashes[c->world];
     hashes[c->rank] = hash;
     all_gather(c, hashes, sizeof hash);
@@ -4425,13 +4535,20 @@ static void require_equal_on_ranks(Comm *c, const char *what, uint64_t hash) {
                 r, what);
 }
 
-// Plans the memory of communication; rank, world, settings and team must be set.
-static void comm_plan(Comm *c, Net *net, Loader *loader) {
-    const bool gpu = net->device->is_gpu;
-    const size_t images = loader->batch_size;
-    const size_t output_bytes = images * net->classes * sizeof(real);
-    const size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + GATHER_CHUNK;
+// The master of dp computes the loss of the whole batch, of `images` images.
+static void plan_master(Communicator *c, size_t images) {
+    const size_t output_bytes = images * c->net->classes * sizeof(real);
     Team *t = c->team;
+    memory_plan_add(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->losses, 2 * images * sizeof(real), DEVICE, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->host_losses, 2 * images * sizeof(real), HOST, FOR_COMMUNICATION);
+}
+
+// Plans the memory of communication; rank, world, settings and team must be set.
+static void comm_plan(Communicator *c, Net *net, Loader *loader) {
+    const bool gpu = net->device->is_gpu;
+    const size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + GATHER_CHUNK;
     c->net = net;
     c->loader = loader;
     c->plan = (MemoryPlan){.device = net->device};
@@ -4443,29 +4560,24 @@ static void comm_plan(Comm *c, Net *net, Loader *loader) {
         memory_plan_add(&c->plan, &c->received_images,
                         net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
                         FOR_COMMUNICATION);
-    if (c->world > 1 && !t) {
+    if (c->world > 1 && !c->team) {
         memory_plan_add(&c->plan, &c->send_buffer, bytes, PINNED, FOR_COMMUNICATION);
         memory_plan_add(&c->plan, &c->receive_buffer, bytes, PINNED, FOR_COMMUNICATION);
     }
-    if (!c->dp || c->rank > 0)
-        return;
-    // The master's, for a whole batch
-    memory_plan_add(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->losses, 2 * images * sizeof(real), DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->host_losses, 2 * images * sizeof(real), HOST, FOR_COMMUNICATION);
+    if (c->dp && c->rank == 0)
+        plan_master(c, loader->batch_size);
 }
 
-// With ddp on several ranks, starts adding up gradients: joins NCCL's group, plans the buckets and
+// With ddp on several ranks, prepares to sum gradients: joins NCCL's group, plans the buckets and
 // starts the thread.
-static void comm_start(Comm *c) {
+static void comm_start(Communicator *c) {
     if (c->world == 1 || c->dp)
         return;
     if (uses_nccl(c)) {
         char *ids = must_alloc(c->world * NCCL_ID_BYTES, "the id of the NCCL group");
         if (c->rank == 0)
             cuda_nccl_id(ids);
-        all_gather(c, ids, NCCL_ID_BYTES);
+        all_gather(c, ids, NCCL_ID_BYTES); // the first id, rank 0's, is used
         cuda_nccl_join(ids, c->rank, c->world);
         free(ids);
     }
@@ -4475,11 +4587,10 @@ static void comm_start(Comm *c) {
         c->net->context = c;
     }
     c->net->world = c->world;
-    if (pthread_create(&c->thread, NULL, comm_thread, c) != 0)
-        die(1, "cannot start the communication thread");
+    start_thread(&c->thread, comm_thread, c, "the communication thread");
 }
 
-static void comm_free(Comm *c) {
+static void comm_free(Communicator *c) {
     if (c->bucket_count > 0) { // comm_start() has started the thread
         pthread_mutex_lock(&c->lock);
         c->quit = true;
@@ -4495,28 +4606,33 @@ static void comm_free(Comm *c) {
 /* ==== 11. Checkpoints ============================================================================
 
    A safetensors file: the length of the header (8 bytes, little-endian), the header as JSON, then
-   the values of all tensors. Names, shapes and layouts are those of PyTorch's state_dict():
+   the values of all tensors. Names, shapes and layouts follow PyTorch's state_dict():
    a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
    channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
    optimizer's state and, as metadata, the position of the run and the settings that determine its
    result. A file that cnn writes ends its metadata with a checksum, of the preceding metadata and
    of all values; files that PyTorch writes have none. */
 
-enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_SIZE = 96, ENTRY_SIZE = 384 };
+enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_TEXT_SIZE = 96, ENTRY_SIZE = 384 };
 #define CHECKSUM_FORMAT "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
 
 // A tensor of the file.
 typedef struct Tensor {
-    char name[96], shape[SHAPE_SIZE]; // as in the file's header
+    char name[96], shape[SHAPE_TEXT_SIZE]; // as in the file's header
     const char *dtype;
-    size_t count;        // of its numbers
-    size_t bytes, begin; // in the file, after the header
-    real *values;        // on the device; NULL if it is a counter, or not needed
-    size_t *counter;     // BatchNorm's number of batches, a 64-bit integer, or NULL
-    bool not_negative;   // means of squares
+    size_t count;         // of its numbers
+    size_t bytes, offset; // in the file; the offset is counted from the end of the header
+    real *values;         // on the device; NULL if it is a counter, or not needed
+    size_t *counter;      // BatchNorm's number of batches, a 64-bit integer, or NULL
+    bool not_negative;    // means of squares
     // The part of the image that each output of a weight sees; h = 0 for other tensors
     Shape filter;
 } Tensor;
+
+typedef struct TensorList {
+    size_t count;
+    Tensor *tensors;
+} TensorList;
 
 typedef enum { TO_FILE, FROM_FILE } Direction;
 
@@ -4537,90 +4653,96 @@ static void reorder_weight(real *to, const real *from, Shape filter, size_t outp
             }
 }
 
-// Sets *t to a tensor of layer l, whose values are at `values` + offset. If `values` is NULL, they
-// are not needed. Returns the next place in the list.
-static Tensor *add_tensor(Tensor *t, const char *prefix, const Layer *l, const char *what,
+static Tensor *append_tensor(TensorList *list, Tensor t) {
+    list->tensors[list->count] = t;
+    list->count++;
+    return &list->tensors[list->count - 1];
+}
+
+// Appends a tensor of layer l, whose values are at `values` + offset. If `values` is NULL, they are
+// not needed.
+static Tensor *add_tensor(TensorList *list, const char *prefix, const Layer *l, const char *what,
                           real *values, size_t offset, size_t count) {
-    *t = (Tensor){.count = count, .bytes = count * sizeof(real)};
+    Tensor *t = append_tensor(list, (Tensor){.count = count, .bytes = count * sizeof(real)});
     t->dtype = sizeof(real) == 4 ? "F32" : "F64";
     t->values = values ? values + offset : NULL;
     snprintf(t->name, sizeof t->name, "%s%s.%s", prefix, l->name, what);
-    snprintf(t->shape, SHAPE_SIZE, "%zu", count);
-    return t + 1;
+    snprintf(t->shape, SHAPE_TEXT_SIZE, "%zu", count);
+    return t;
 }
 
 // Convolutions and linear layers: the shape of their weights in the file, and of their filters
 static void describe_filters(const Net *net, const Layer *l, Tensor *t) {
     if (l->kind == LINEAR) {
         t->filter = net->layers[l->input].out; // the whole image
-        snprintf(t->shape, SHAPE_SIZE, "%zu,%zu", l->out.c, l->in.c);
+        snprintf(t->shape, SHAPE_TEXT_SIZE, "%zu,%zu", l->out.c, l->in.c);
     }
     if (l->kind == CONV2D) {
-        t->filter = (Shape){l->kernel, l->kernel, l->in.c};
-        snprintf(t->shape, SHAPE_SIZE, "%zu,%zu,%zu,%zu", l->out.c, l->in.c, l->kernel, l->kernel);
+        t->filter = (Shape){l->kernel_size, l->kernel_size, l->in.c};
+        snprintf(t->shape, SHAPE_TEXT_SIZE, "%zu,%zu,%zu,%zu", l->out.c, l->in.c, l->kernel_size,
+                 l->kernel_size);
     }
 }
 
 // Lists the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
-static Tensor *list_parameters(const Net *net, Tensor *t, const char *prefix, real *params) {
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        Tensor *weight = t;
+static void list_parameters(TensorList *list, const Net *net, const char *prefix, real *params) {
+    for (const Layer *l = net->layers; l < net->layers + net->layer_count; l++) {
         if (l->weight_count) {
-            t = add_tensor(t, prefix, l, "weight", params, l->weight_offset, l->weight_count);
+            Tensor *weight =
+                add_tensor(list, prefix, l, "weight", params, l->weight_offset, l->weight_count);
             describe_filters(net, l, weight);
         }
         if (l->bias_count)
-            t = add_tensor(t, prefix, l, "bias", params, l->bias_offset, l->bias_count);
+            add_tensor(list, prefix, l, "bias", params, l->bias_offset, l->bias_count);
     }
-    return t;
 }
 
 // Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn only once.
-static Tensor *list_statistics(Net *net, Tensor *t) {
-    for (size_t i = 0; i < net->count; i++) {
+static void list_statistics(TensorList *list, Net *net) {
+    for (size_t i = 0; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         if (l->kind != BATCHNORM2D)
             continue;
         real *stats = net->stats + net->row_plans[i].stats;
-        t = add_tensor(t, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
-        Tensor *variance = t;
-        t = add_tensor(t, "", l, "running_var", stats, RUNNING_VARIANCE * l->out.c, l->out.c);
+        add_tensor(list, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
+        Tensor *variance =
+            add_tensor(list, "", l, "running_var", stats, RUNNING_VARIANCE * l->out.c, l->out.c);
         variance->not_negative = true;
-        *t = (Tensor){.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
-        snprintf(t->name, sizeof t->name, "%s.num_batches_tracked", l->name);
-        t++;
+        Tensor batches = {.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
+        snprintf(batches.name, sizeof batches.name, "%s.num_batches_tracked", l->name);
+        append_tensor(list, batches);
     }
-    return t;
 }
 
 // Lists array i of an optimizer's state. If `values` is NULL, a file may have the array, but its
 // values are not needed.
-static Tensor *list_state(const Net *net, Tensor *t, const Optimizer *o, size_t i, real *values) {
+static void list_state(TensorList *list, const Net *net, const Optimizer *o, size_t i,
+                       real *values) {
+    const size_t first = list->count;
     char prefix[64];
     snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
-    Tensor *end = list_parameters(net, t, prefix, values);
-    for (; t < end; t++)
-        t->not_negative = o->states_not_negative;
-    return end;
+    list_parameters(list, net, prefix, values);
+    for (size_t k = first; k < list->count; k++)
+        list->tensors[k].not_negative = o->states_not_negative;
 }
 
 /* Lists the tensors of the network and of the optimizer's state. The caller frees the list. If
-   state is NULL, a file that is read may have the state of any optimizer, which is ignored. */
-static Tensor *list_tensors(Net *net, const Optimizer *optimizer, real *state, Direction direction,
-                            size_t *count) {
+   optimizer is NULL, a file that is read may have the state of any optimizer, which is ignored. */
+static TensorList list_tensors(Net *net, const Optimizer *optimizer, real *state,
+                               Direction direction) {
     enum { MAX_PER_ROW = 2 + 3 + 2 * 3 }; // parameters, statistics, all optimizers' states
-    Tensor *list = must_alloc(MAX_PER_ROW * net->count * sizeof *list, "the list of tensors");
-    Tensor *end = list_statistics(net, list_parameters(net, list, "", net->params));
-    if (state) {
-        const OptimizerChoice choice = (OptimizerChoice)(optimizer - optimizers);
-        for (size_t i = 0; i < count_states(choice, net->settings); i++)
-            end = list_state(net, end, optimizer, i, state + i * net->param_size);
+    TensorList list = {.tensors = must_alloc(MAX_PER_ROW * net->layer_count * sizeof(Tensor),
+                                             "the list of tensors")};
+    list_parameters(&list, net, "", net->params);
+    list_statistics(&list, net);
+    if (optimizer) {
+        for (size_t i = 0; i < count_states(optimizer, net->settings); i++)
+            list_state(&list, net, optimizer, i, state + i * net->param_size);
     } else if (direction == FROM_FILE) {
         for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
-            for (size_t i = 0; i < LENGTH(o->states) && o->states[i]; i++)
-                end = list_state(net, end, o, i, NULL);
+            for (size_t i = 0; i < o->state_count; i++)
+                list_state(&list, net, o, i, NULL);
     }
-    *count = (size_t)(end - list);
     return list;
 }
 
@@ -4637,21 +4759,21 @@ static int compare_names(const void *a, const void *b) {
 // For qsort(): the order in the file
 static int compare_offsets(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
-    if (x->begin < y->begin)
+    if (x->offset < y->offset)
         return -1;
-    return x->begin > y->begin;
+    return x->offset > y->offset;
 }
 
 // Writes a tensor's entry in the header to `text`; returns its length.
 static size_t tensor_entry(char text[ENTRY_SIZE], const Tensor *t) {
     static const char format[] =
         "\"%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}";
-    return (size_t)snprintf(text, ENTRY_SIZE, format, t->name, t->dtype, t->shape, t->begin,
-                            t->begin + t->bytes);
+    return (size_t)snprintf(text, ENTRY_SIZE, format, t->name, t->dtype, t->shape, t->offset,
+                            t->offset + t->bytes);
 }
 
-// Returns the header as JSON, which the caller frees. metadata: lines "key=value"
-static char *make_header(const Tensor *list, size_t count, const char *metadata) {
+// Returns the header as JSON, which the caller frees. `metadata` has lines "key=value".
+static char *make_header(const TensorList *list, const char *metadata) {
     char *header, entry[ENTRY_SIZE];
     size_t length;
     FILE *h = open_memstream(&header, &length);
@@ -4670,12 +4792,13 @@ static char *make_header(const Tensor *list, size_t count, const char *metadata)
         line = value + value_length + 1;
     }
     fprintf(h, "}");
-    for (const Tensor *t = list; t < list + count; t++) {
-        tensor_entry(entry, t);
+    for (size_t i = 0; i < list->count; i++) {
+        tensor_entry(entry, &list->tensors[i]);
         fprintf(h, ",%s", entry);
     }
     fprintf(h, "}");
-    if (ferror(h) || fclose(h) != 0 || !header) // NULL: fclose() had no memory, and returns 0
+    const bool failed = ferror(h) || fclose(h) != 0;
+    if (failed || !header) // fclose() may run out of memory and still return 0
         die_no_memory(MAX_HEADER, "a header");
     return header;
 }
@@ -4694,43 +4817,41 @@ static const void *file_values(Net *net, const Tensor *t) {
 
 // Places the tensors one after the other in the file, and returns the checksum of the metadata and
 // of their values. Dies if a value is not finite.
-static uint64_t place_and_hash(Net *net, Tensor *list, size_t count, const char *metadata,
-                               const char *path) {
+static uint64_t place_and_hash(Net *net, TensorList *list, const char *metadata, const char *path) {
     uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
     size_t end = 0;
-    for (Tensor *t = list; t < list + count; t++) {
+    for (Tensor *t = list->tensors; t < list->tensors + list->count; t++) {
         const void *values = file_values(net, t);
         if (t->values && !all_finite(values, t->count, FP32))
             die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
         checksum = hash_bytes(checksum, values, t->bytes);
-        t->begin = end;
+        t->offset = end;
         end += t->bytes;
     }
     return checksum;
 }
 
-// Writes a file with the tensors of the network and, unless state is NULL, of the optimizer, and
-// with metadata, which are lines "key=value".
+// Writes the network's tensors, the optimizer's state unless optimizer is NULL, and the metadata,
+// which is lines "key=value", to a file.
 static void save_tensors(Net *net, const Optimizer *optimizer, real *state, const char *metadata,
                          const char *path) {
     AtomicFile f;
-    size_t count;
     char with_checksum[METADATA_SIZE + 64];
-    Tensor *list = list_tensors(net, optimizer, state, TO_FILE, &count);
-    qsort(list, count, sizeof *list, compare_names);
-    const uint64_t checksum = place_and_hash(net, list, count, metadata, path);
+    TensorList list = list_tensors(net, optimizer, state, TO_FILE);
+    qsort(list.tensors, list.count, sizeof *list.tensors, compare_names);
+    const uint64_t checksum = place_and_hash(net, &list, metadata, path);
     snprintf(with_checksum, sizeof with_checksum, "%s" CHECKSUM_FORMAT, metadata,
              (unsigned long long)checksum);
-    char *header = make_header(list, count, with_checksum);
+    char *header = make_header(&list, with_checksum);
     atomic_open(&f, path);
     const uint64_t length = (strlen(header) + 7) / 8 * 8; // padded with blanks
     fwrite(&length, sizeof length, 1, f.stream);
     fprintf(f.stream, "%-*s", (int)length, header);
-    for (const Tensor *t = list; t < list + count; t++)
-        fwrite(file_values(net, t), 1, t->bytes, f.stream);
+    for (size_t i = 0; i < list.count; i++)
+        fwrite(file_values(net, &list.tensors[i]), 1, list.tensors[i].bytes, f.stream);
     atomic_commit(&f);
     free(header);
-    free(list);
+    free(list.tensors);
 }
 
 /* ---- Reading
@@ -4747,7 +4868,7 @@ typedef struct TensorFile {
     char *header;                 // its text
     const char *entries;          // the entries of the tensors in it, after the metadata
     size_t data_bytes;            // of all values
-    size_t end;                   // of the values that have been read, in bytes
+    size_t bytes_read;            // of the values
     uint64_t checksum;            // of the metadata and the values that have been read
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
@@ -4774,7 +4895,8 @@ static const char *read_metadata_entry(TensorFile *f, const char *at) {
         die_header(f, at, expected);
     const size_t used = strlen(f->metadata);
     if (used + key_length + value_length + sizeof "=\n" > METADATA_SIZE)
-        die(1, "%s: expected at most %d bytes of metadata, found more; save it again without them",
+        die(1,
+            "%s: expected at most %d bytes of metadata, found more; save it again without metadata",
             f->path, METADATA_SIZE);
     snprintf(f->metadata + used, METADATA_SIZE - used, "%.*s=%.*s\n", (int)key_length, key,
              (int)value_length, value);
@@ -4873,9 +4995,12 @@ static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, c
     char entry[ENTRY_SIZE];
     Tensor *t = tensor_named(f, list, count, at);
     const char *offsets = strstr(at, key);
-    if (t->begin != NOT_FOUND)
+    if (t->offset != NOT_FOUND)
         die_header(f, at, "each tensor once");
-    if (!offsets || sscanf(offsets + strlen(key), "%18zu", &t->begin) != 1)
+    if (!offsets)
+        die_header(f, at, key);
+    const int numbers = sscanf(offsets + strlen(key), "%18zu", &t->offset);
+    if (numbers != 1)
         die_header(f, at, key);
     const size_t length = tensor_entry(entry, t);
     if (strncmp(at, entry, length) != 0)
@@ -4887,7 +5012,7 @@ static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, c
 static void locate_tensors(const TensorFile *f, Tensor *list, size_t count) {
     const char *at = f->entries;
     for (Tensor *t = list; t < list + count; t++)
-        t->begin = NOT_FOUND;
+        t->offset = NOT_FOUND;
     if (*at != '}')
         at = read_entry(f, list, count, at);
     while (*at == ',')
@@ -4916,10 +5041,10 @@ static void store_values(const TensorFile *f, const Tensor *t, Net *net) {
 
 // Reads a tensor's values, which must begin where the previous ones end.
 static void read_values(TensorFile *f, const Tensor *t, Net *net) {
-    if (t->begin != f->end)
-        die(1, "%s: %s: expected its values at byte %zu, where those before it end, found %zu",
-            f->path, t->name, f->end, t->begin);
-    f->end += t->bytes;
+    if (t->offset != f->bytes_read)
+        die(1, "%s: %s: expected its values at byte %zu, where the preceding values end, found %zu",
+            f->path, t->name, f->bytes_read, t->offset);
+    f->bytes_read += t->bytes;
     if (fread(net->staging[0], 1, t->bytes, f->stream) != t->bytes)
         die(1, "%s: the file ends within the values of %s", f->path, t->name);
     f->checksum = hash_bytes(f->checksum, net->staging[0], t->bytes);
@@ -4929,14 +5054,15 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
         store_values(f, t, net);
 }
 
-// Returns how much of the metadata the checksum covers: all before the two lines CHECKSUM_FORMAT.
+// Returns how much of the metadata the checksum covers: all before the two lines of
+// CHECKSUM_FORMAT.
 static size_t covered_metadata(const TensorFile *f) {
     const size_t size = strlen(f->metadata);
     const size_t last = (size_t)snprintf(NULL, 0, CHECKSUM_FORMAT, 0ull);
     return size - min_size(size, last);
 }
 
-// Dies if the file is one of cnn's and its checksum is not that of what was read.
+// Dies if cnn wrote the file and its checksum does not match what was read.
 static void check_checksum(const TensorFile *f) {
     const bool ours = strncmp(f->metadata, "cnn.", 4) == 0 || strstr(f->metadata, "\ncnn.");
     char expected[64];
@@ -4945,43 +5071,46 @@ static void check_checksum(const TensorFile *f) {
         die(1, "%s: damaged: its checksum does not match; use an older copy", f->path);
 }
 
-/* Reads the tensors of the network and, unless state is NULL, of the optimizer; closes the file. If
-   state is NULL, an optimizer's tensors in the file are ignored. BatchNorm's counters may be
-   missing, since older versions of PyTorch had none. */
+/* Reads the network's tensors and, unless optimizer is NULL, the optimizer's state; closes the
+   file. If optimizer is NULL, an optimizer's tensors in the file are ignored. BatchNorm's counters
+   may be missing, since older versions of PyTorch had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
-    size_t count;
-    Tensor *list = list_tensors(net, optimizer, state, FROM_FILE, &count);
+    TensorList list = list_tensors(net, optimizer, state, FROM_FILE);
     f->checksum = hash_bytes(HASH_START, f->metadata, covered_metadata(f));
     net->batches_tracked = 0;
-    locate_tensors(f, list, count);
-    for (const Tensor *t = list; t < list + count; t++) {
-        if (t->begin != NOT_FOUND)
+    locate_tensors(f, list.tensors, list.count);
+    for (const Tensor *t = list.tensors; t < list.tensors + list.count; t++) {
+        if (t->offset != NOT_FOUND)
             read_values(f, t, net);
         else if (t->values)
             die(1, "%s: expected a tensor %s, found none; was it saved with this --model?", f->path,
                 t->name);
     }
-    if (f->end != f->data_bytes)
-        die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->end, f->data_bytes);
+    if (f->bytes_read != f->data_bytes)
+        die(1, "%s: expected %zu bytes of values, found %zu", f->path, f->bytes_read,
+            f->data_bytes);
     check_checksum(f);
     refresh_params16(net);
     fclose(f->stream);
     free(f->header);
-    free(list);
+    free(list.tensors);
 }
 
-// Returns one hash of all parameters and running statistics, tensor by tensor.
+// hash_bytes() of numbers in the device's memory
+static uint64_t hash_numbers(Net *net, uint64_t hash, const real *numbers, size_t count) {
+    net->device->copy(net->staging[0], numbers, count * sizeof(real));
+    return hash_bytes(hash, net->staging[0], count * sizeof(real));
+}
+
+// Returns one hash of all parameters and running statistics, layer by layer.
 static uint64_t hash_weights(Net *net) {
     uint64_t hash = HASH_START;
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
-        const size_t running = l->kind == BATCHNORM2D ? 2 * l->out.c : 0; // mean and variance
-        const real *at[] = {net->params + l->weight_offset, net->params + l->bias_offset,
-                            net->stats + net->row_plans[l - net->layers].stats};
-        const size_t counts[] = {l->weight_count, l->bias_count, running};
-        for (size_t k = 0; k < 3; k++) {
-            net->device->copy(net->staging[0], at[k], counts[k] * sizeof(real));
-            hash = hash_bytes(hash, net->staging[0], counts[k] * sizeof(real));
-        }
+    for (size_t i = 0; i < net->layer_count; i++) {
+        const Layer *l = &net->layers[i];
+        hash = hash_numbers(net, hash, net->params + l->weight_offset, l->weight_count);
+        hash = hash_numbers(net, hash, net->params + l->bias_offset, l->bias_count);
+        if (l->kind == BATCHNORM2D) // the running means and variances
+            hash = hash_numbers(net, hash, net->stats + net->row_plans[i].stats, 2 * l->out.c);
     }
     return hash;
 }
@@ -4995,8 +5124,8 @@ static uint64_t hash_weights(Net *net) {
 // number of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
-/* Whether a resumed run may have a different value of an option.
-   FREE               It may. (--batch-size is one, since --global-batch is compared.)
+/* Whether a resumed run may have a different value for an option.
+   FREE               It may. (--batch-size is FREE, since --global-batch is compared.)
    FIXED              It may not, since the value changes the result. Checkpoints hold it, and
                       --resume compares it.
    FIXED_OMIT_ZERO    The same, but checkpoints omit the first choice and the number 0, so that a
@@ -5072,7 +5201,7 @@ static const Option options[] = {
     {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
      "the number of epochs at the start during which the rate grows linearly to --lr"},
     {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
-     "multiply --lr by batch size / the model's default batch size, or by the root of that"},
+     "multiply --lr by batch size / the model's default batch size, or by the square root of that"},
     {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
      "determines all random numbers; the same seed gives the same run"},
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
@@ -5177,7 +5306,7 @@ static void set_word(void *field, const Option *o, const char *text) {
     if (o->kind == SWITCH)
         *(bool *)field = number == 0;
     else if (o->kind == CHOICE)
-        *(int *)field = number;
+        *(int *)field = number; // gcc and clang store an enum as an int
     else
         *(const char **)field = text;
 }
@@ -5185,11 +5314,13 @@ static void set_word(void *field, const Option *o, const char *text) {
 static void set_number(void *field, const Option *o, const char *text) {
     char *end;
     const double number = strtod(text, &end);
-    const bool digits = strspn(text, "0123456789") == strlen(text);
+    const bool is_number = end > text && !*end;
+    const bool is_whole = strspn(text, "0123456789") == strlen(text);
     const bool in_range = number >= o->min && number <= o->max;
-    if (end == text || *end || (o->kind == COUNT && !digits) || !in_range)
+    const char *expected = o->kind == NUMBER ? "number" : "whole number";
+    if (!is_number || !in_range || (o->kind == COUNT && !is_whole))
         die(EXIT_USAGE, "%s: expected a %s from %.16g to %.16g, found \"%s\"; see ./cnn --help",
-            o->name, o->kind == NUMBER ? "number" : "whole number", o->min, o->max, text);
+            o->name, expected, o->min, o->max, text);
     if (o->kind == COUNT)
         *(size_t *)field = (size_t)number;
     else
@@ -5269,8 +5400,11 @@ static size_t argument_text_used;
 
 // Blanks comments, from # to the end of the line.
 static void remove_comments(char *text) {
-    for (char *comment = strchr(text, '#'); comment; comment = strchr(comment, '#'))
+    char *comment = strchr(text, '#');
+    while (comment) {
         memset(comment, ' ', strcspn(comment, "\n"));
+        comment = strchr(comment, '#');
+    }
 }
 
 // Parses options that are separated by white space: the next `length` characters of
@@ -5285,7 +5419,8 @@ static void parse_text(Settings *s, size_t length) {
     remove_comments(text);
     char *word = strtok_r(text, space, &rest);
     while (word) {
-        list[count++] = word;
+        list[count] = word;
+        count++;
         word = strtok_r(NULL, space, &rest);
     }
     list[count] = NULL;
@@ -5303,8 +5438,9 @@ static void parse_file(Settings *s, const char *path) {
     const bool readable = !ferror(f);
     fclose(f);
     if (!readable || length == space || memchr(argument_text + argument_text_used, 0, length))
-        die(EXIT_USAGE, "@%s: expected a text file of options, all such files at most %d bytes",
-            path, TEXT_SIZE);
+        die(EXIT_USAGE,
+            "@%s: expected a text file of options; all such files may have at most %d bytes", path,
+            TEXT_SIZE);
     parse_text(s, length);
 }
 
@@ -5363,7 +5499,7 @@ static size_t parse_options(Settings *s, int argc, char **argv) {
     return default_batch_size;
 }
 
-// text = the number in the fewest digits, from 6 to 17, from which strtod() gets it back
+// text = the number with the fewest digits, 6 to 17, from which strtod() recovers it
 static void format_number(char *text, size_t size, double number) {
     for (int digits = 6; digits <= 17; digits++) {
         snprintf(text, size, "%.*g", digits, number);
@@ -5382,7 +5518,8 @@ static void format_word(char *text, size_t size, const char *words, int number) 
     snprintf(text, size, "%.*s", (int)word_length(words), words);
 }
 
-// The value of an option as text, valid until this thread's next call
+// The value of an option as text, valid until this thread's next call; two values need two calls of
+// printf()
 static const char *option_text(const Settings *s, const Option *o) {
     static _Thread_local char text[64];
     const void *field = (const char *)s + o->offset;
@@ -5405,7 +5542,7 @@ static const char *choice_word(char text[32], const char *option, int number) {
     return text;
 }
 
-static const char *option_value(const Settings *s, const char *name) {
+static const char *option_text_by_name(const Settings *s, const char *name) {
     return option_text(s, find_option(name));
 }
 
@@ -5417,32 +5554,65 @@ static void print_settings(const Settings *s) {
     printf("\n");
 }
 
+/* ---- Signals
+
+   SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and then end the
+   run, with exit status 128 + their number; a second one ends the program at once. Each
+   process stores the request in the StepResult of the current step. Several ranks exchange these
+   results at the log interval, so they all learn of it after the same step. A single rank acts
+   after the current step. */
+enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
+static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
+
+static void on_signal(int number) {
+    if (number == SIGUSR1) {
+        if (!requested) // a request to end includes a checkpoint
+            requested = SAVE_REQUEST;
+        return;
+    }
+    signal(number, SIG_DFL); // a second signal ends the program
+    requested = END_REQUEST + number;
+}
+
+static void catch_signals(void) {
+    static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
+    for (size_t i = 0; i < LENGTH(numbers); i++)
+        if (signal(numbers[i], on_signal) == SIG_IGN) // what nohup ignores stays ignored
+            signal(numbers[i], SIG_IGN);
+}
+
+// Returns what this process was asked for since the last call, or 0.
+static int take_request(void) {
+    return __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED);
+}
+
 // ---- The state of a run
 
-// The parts of a step in seconds, in the order of steps.csv. EXPOSED_COMM is the time that a rank
-// waits for COMM. The parts other than COMM, which overlaps them, add up to the step's time.
-enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, PARTS };
+// The phases of a step, in the order of steps.csv. EXPOSED_COMM is the time that a rank waits for
+// COMM. The phases other than COMM, which overlaps them, add up to the step's time.
+enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, PHASES };
 
 typedef struct StepResult {
     size_t epoch, step, images;
-    int request; // of a signal, noted in this step, or 0; see Signals in section 10
-    double loss, lr, parts[PARTS];
-    double correct;     // how many of the images are classified correctly
-    double bytes_moved; // the column bytes_sent
+    int request; // of a signal, noted in this step, or 0; see Signals above
+    double loss, lr;
+    double phases[PHASES]; // in seconds
+    double correct;        // how many of the images are classified correctly
+    double bytes_sent;     // by this rank; under dp, sent or received
 } StepResult;
 
 // The results of an epoch. Times are in seconds, the test's accuracy is in per cent.
 typedef struct EpochResult {
     size_t epoch, images;
-    size_t images_resumed; // of these images, those that an earlier run has seen
-    size_t images_logged;  // of these images, those before the last log line
+    size_t images_resumed; // of these, images that an earlier run saw
+    size_t images_logged;  // of these, images before the last log line
     size_t step_images;    // images of the last step, on all ranks
     double step_loss;      // its loss, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
     double train_loss_sum; // over all images
-    double train_correct;  // of all images, classified correctly; NAN if that is not known
-    double parts[PARTS];   // sums over all steps and ranks
-    double bytes_moved;    // by all ranks
+    double train_correct;  // images classified correctly; NAN if unknown
+    double phases[PHASES]; // in seconds: sums over all steps and ranks
+    double bytes_sent;     // by all ranks
     uint64_t weight_hash;
 } EpochResult;
 
@@ -5452,15 +5622,15 @@ enum { PROFILED_LINES = 128 };
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device at each line, so that its time is its own
     const Device *device;
-    int first;         // the first profiled line of cnn.c
-    size_t rank;       // for --trace
-    const char *text;  // of the running line, for --trace; NULL if none runs
-    double since;      // when the running line began
-    size_t marks_set;  // how many marks were set
-    size_t times_read; // of how many lines the times were read
+    int first_line;        // the first profiled line of cnn.c
+    size_t rank;           // for --trace
+    const char *line_text; // of the running line, for --trace; NULL if none runs
+    double line_start;     // when the running line began
+    size_t marks_set;      // how many marks were set
+    size_t times_read;     // how many lines' times have been read
     struct {
-        int line;     // the line that begins at this mark, or 0
-        double *part; // the part of the step that its time is added to, or NULL
+        int line;      // the line that begins at this mark, or 0
+        double *phase; // the phase of a step that its time is added to, or NULL
     } at_mark[CLOCK_MARKS];
     struct {
         size_t hits;
@@ -5468,13 +5638,13 @@ typedef struct LineClock {
     } lines[PROFILED_LINES];
 } LineClock;
 
-// When checkpoints are saved, and what a signal has asked for; see Signals in section 10
-typedef struct Saving {
+// When checkpoints are saved, and what a signal has asked for; see Signals above
+typedef struct Checkpointing {
     size_t every; // epochs or, with by_steps, steps
     bool by_steps;
     bool due;    // after this step or, at the end of an epoch, after its test
     int request; // gathered from all ranks and not yet handled, or 0
-} Saving;
+} Checkpointing;
 
 // --graph: an epoch's last step may be SHORT, with fewer images, and needs a graph of its own. The
 // first step of either kind runs without a graph, since it loads kernels.
@@ -5513,11 +5683,11 @@ typedef struct Recorder {
 // The sums of a test over its images
 enum { LOSS_SUM, IMAGES_TESTED, IMAGES_CORRECT, TOTALS };
 
-// The last test. One rank tests an image and the others leave its prediction 0, so that the sum
-// over the ranks merges the predictions of all.
+// The last test. Each image is tested by one rank, and the others leave its prediction 0, so that
+// the sum over the ranks has all predictions.
 typedef struct Evaluation {
-    double *totals;    // TOTALS sums and the predictions; after them, room for those of each rank
-    double *predicted; // the class predicted for each image of the test set
+    double *totals;    // TOTALS sums, then the predictions; after them, room for every rank's
+    double *predicted; // within totals: the class predicted for each image of the test set
 } Evaluation;
 
 // The state of one rank. Each rank has a Run of its own.
@@ -5529,25 +5699,25 @@ typedef struct Run {
     const Device *device; // of these kernels
     DeviceInfo device_info;
     size_t devices; // that ranks of this process can use
-    Comm comm;
+    Communicator comm;
     // the network and its optimizer
     Net net;
-    real *state; // the optimizer's
+    real *optimizer_state;
     double lr;
     LossScale loss_scale; // fp16: as it was when it was last read from the device
     StepGraphs graphs;
     // the data
-    DatasetInfo info;
+    DatasetInfo dataset_info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
-    size_t epoch_images; // that this rank's loader loads in an epoch
-    size_t max_batch;    // the most images of a step on this device
+    size_t epoch_images;     // that this rank's loader loads in an epoch
+    size_t batch_per_device; // the largest number of images in a step on this device
     size_t epoch_steps;
     // the position, and the sums of the running epoch
     size_t epoch;       // from 1
     size_t batch_index; // the next batch of the epoch, from 0
-    EpochResult current;
-    Saving saving;
+    EpochResult epoch_result;
+    Checkpointing checkpointing;
     // what is measured
     LineClock clock;
     Tracer tracer;
@@ -5556,6 +5726,11 @@ typedef struct Run {
     real *bandwidth_arrays[2]; // --layers: numbers summed to measure bandwidth
     MemoryPlan plan;           // of the memory that is neither the network's nor a loader's
 } Run;
+
+// The steps of the whole run so far, as --max-steps and --trace-steps count them
+static size_t steps_done(const Run *run) {
+    return (run->epoch - 1) * run->epoch_steps + run->batch_index;
+}
 
 /* ==== 13. Instruments ============================================================================
 
@@ -5607,7 +5782,7 @@ static void print_number(FILE *f, Form form, const char *format, double number) 
         fputs("null", f);
 }
 
-// Prints the next argument by the conversion `format`.
+// Prints the next argument with the conversion `format`.
 static void print_value(FILE *f, Form form, const char *format, va_list *args) {
     const char kind = format[strlen(format) - 1];
     if (kind == 's')
@@ -5647,9 +5822,9 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
 }
 
 /* ---- The clock of train(). Each line there begins with AT(...), except for while, if and else.
-   AT() sets a mark: the end of the previous line and the beginning of this one, whose time also
-   counts as a part of the step. Since a GPU lags behind the program, times are read only when they
-   are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS:
+   AT() sets a mark: the end of the previous line and the beginning of this one, whose time is also
+   added to a phase of the step. Since a GPU executes later what the program queues, times are
+   read only when they are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS:
 
      mark           0        1        2        3        4
                     | line 0 | line 1 | line 2 | line 3 | the running line
@@ -5663,24 +5838,24 @@ static void clock_read_times(LineClock *c, size_t unread) {
         const size_t from = c->times_read % CLOCK_MARKS, to = (c->times_read + 1) % CLOCK_MARKS;
         const double seconds = c->device->elapsed(from, to);
         if (c->at_mark[from].line)
-            c->lines[c->at_mark[from].line - c->first].seconds += seconds;
-        if (c->at_mark[from].part)
-            *c->at_mark[from].part += seconds;
+            c->lines[c->at_mark[from].line - c->first_line].seconds += seconds;
+        if (c->at_mark[from].phase)
+            *c->at_mark[from].phase += seconds;
         c->times_read++;
     }
 }
 
-// Charges the running line to another part.
-static void clock_charge(LineClock *c, double *part) {
-    c->at_mark[(c->marks_set - 1) % CLOCK_MARKS].part = part;
+// Charges the running line to another phase.
+static void clock_charge(LineClock *c, double *phase) {
+    c->at_mark[(c->marks_set - 1) % CLOCK_MARKS].phase = phase;
 }
 
 // Sets the next mark, at which this line begins. Line 0 stands for the time outside of train().
-static void clock_mark(LineClock *c, int line, double *part) {
+static void clock_mark(LineClock *c, int line, double *phase) {
     clock_read_times(c, CLOCK_MARKS - 2); // so that this mark's event is free
     const size_t mark = c->marks_set % CLOCK_MARKS;
     c->at_mark[mark].line = line;
-    c->at_mark[mark].part = part;
+    c->at_mark[mark].phase = phase;
     c->device->mark(mark);
     c->marks_set++;
 }
@@ -5689,27 +5864,27 @@ static void clock_mark(LineClock *c, int line, double *part) {
 static void clock_end_line(LineClock *c) {
     if (c->synchronize)
         c->device->synchronize();
-    if (c->text)
-        trace_event(c->rank, TRACK_HOST, c->text, c->since, now());
+    if (c->line_text)
+        trace_event(c->rank, TRACK_HOST, c->line_text, c->line_start, now());
 }
 
-// Ends the running line and begins `line`, which counts as `part` of a step.
-static void clock_line(LineClock *c, int line, double *part, const char *text) {
+// Ends the running line and begins `line`, which counts as this phase of a step.
+static void clock_line(LineClock *c, int line, double *phase, const char *text) {
     clock_end_line(c);
-    c->text = text;
-    c->since = now();
-    c->device->range(RANGE_LINE, text);
-    if (!c->first)
-        c->first = line;
-    clock_mark(c, line, part);
-    c->lines[line - c->first].hits++;
+    c->line_text = text;
+    c->line_start = now();
+    c->device->nsight_range(NSIGHT_LINE, text);
+    if (!c->first_line)
+        c->first_line = line;
+    clock_mark(c, line, phase);
+    c->lines[line - c->first_line].hits++;
 }
 
 // Ends the running line; none begins.
 static void clock_stop(LineClock *c) {
     clock_end_line(c);
-    c->text = NULL;
-    c->device->range(RANGE_STEP, NULL);
+    c->line_text = NULL;
+    c->device->nsight_range(NSIGHT_STEP, NULL);
     clock_mark(c, 0, NULL);
 }
 
@@ -5726,8 +5901,8 @@ static void print_quoted(FILE *csv, const char *text) {
 
 static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int number,
                                const char *text, double total) {
-    const size_t at = (size_t)(number - c->first);
-    if (number < c->first || at >= PROFILED_LINES || c->lines[at].hits == 0) {
+    const size_t at = (size_t)(number - c->first_line);
+    if (number < c->first_line || at >= PROFILED_LINES || c->lines[at].hits == 0) {
         fprintf(out, "%6d %9s %12s %8s %8s  %s\n", number, "", "", "", "", text);
         return;
     }
@@ -5755,7 +5930,7 @@ static FILE *open_source(void) {
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
     double total = 0;
-    if (!c->first) {
+    if (!c->first_line) {
         fprintf(out, "No training step to profile\n");
         return;
     }
@@ -5876,40 +6051,37 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
                  e->lr, hash);
 }
 
+enum { WARMUP_STEPS = 3 }; // the first steps load code and fill caches
+
 // A row of steps.csv, or its header: a step of one rank
 static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
-    const double *p = s->parts;
+    const double *p = s->phases;
     const double seconds =
         p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] + p[OTHER];
-    const bool warmup = s->epoch == 1 && s->step <= 3;
+    const bool warmup = s->epoch == 1 && s->step <= WARMUP_STEPS;
     print_record(f, form,
                  "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
                  "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
                  "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
                  s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds, p[LOAD], p[COPY],
                  p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM], p[OTHER],
-                 s->bytes_moved, (size_t)warmup);
+                 s->bytes_sent, (size_t)warmup);
 }
 
 // Opens a new file of the run folder. Without --out, what is written to it is discarded.
 static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
     char path[PATH_SIZE];
     if (!*run->settings.out) {
-        atomic_open(f, NULL);
+        atomic_open_discarded(f);
         return;
     }
     join_path(path, run->settings.out, file);
     atomic_open(f, path);
 }
 
-// The steps of the whole run so far, as --max-steps and --trace-steps count them
-static size_t steps_done(const Run *run) {
-    return (run->epoch - 1) * run->epoch_steps + run->batch_index;
-}
-
 // The name of a class, or its number if the data set has no names; in `buffer`
 static const char *class_name(const Run *run, size_t label, char buffer[32]) {
-    const char *at = run->info.class_names;
+    const char *at = run->dataset_info.class_names;
     if (!at) {
         snprintf(buffer, 32, "%zu", label);
         return buffer;
@@ -5966,22 +6138,22 @@ static void print_machine_json(FILE *f, const Run *run) {
 
 static void print_parallel_json(FILE *f, const Run *run) {
     const Settings *s = &run->settings;
-    const Comm *c = &run->comm;
-    const char *mode = c->world == 1 ? "single" : option_value(s, "--parallel");
+    const Communicator *c = &run->comm;
+    const char *mode = c->world == 1 ? "single" : option_text_by_name(s, "--parallel");
     const bool replayed = run->graphs.graph[FULL] || run->graphs.graph[SHORT];
     fprintf(f, "{");
     print_record(f, JSON,
                  "mode=%s world=%zu batch_per_device=%zu global_batch=%zu iterations=%zu "
                  "buckets=%zu workers=%zu",
-                 mode, c->world, run->max_batch, s->global_batch, run->epoch_steps, c->bucket_count,
-                 s->workers);
+                 mode, c->world, run->batch_per_device, s->global_batch, run->epoch_steps,
+                 c->bucket_count, s->workers);
     fprintf(f, ",\"graph\":%s}", json_bool(replayed));
 }
 
 static void print_classes_json(FILE *f, const Run *run) {
     char name[32];
     fprintf(f, "[");
-    for (size_t i = 0; i < run->info.classes; i++) {
+    for (size_t i = 0; i < run->dataset_info.classes; i++) {
         if (i > 0)
             fprintf(f, ", ");
         print_json_string(f, class_name(run, i, name));
@@ -6040,12 +6212,12 @@ static void lock_folder(const char *dir) {
         die_file("cannot create the folder", dir);
     const int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // stays open
     if (folder < 0)
-        die_file("cannot create the folder", dir);
+        die_file("cannot open the folder", dir);
     if (!lock_for_this_run(folder))
         die(1, "--out %s: another run is writing into this folder; choose another one", dir);
 }
 
-// Begins the run folder, which is this run's alone until it ends. A resumed run leaves run.json as
+// Creates the run folder and locks it for this run, until it ends. A resumed run leaves run.json as
 // it is until it has read its checkpoint.
 static void open_run_folder(Run *run) {
     if (!*run->settings.out)
@@ -6057,7 +6229,7 @@ static void open_run_folder(Run *run) {
 }
 
 // The logs of the run folder, to which a resumed run appends
-typedef enum { EPOCHS_LOG, STEPS_LOG } Log;
+typedef enum { EPOCHS_LOG, STEPS_LOG } CsvLog;
 static const struct {
     const char *file;
     const char *position_format; // of the columns at the beginning of a row
@@ -6067,7 +6239,7 @@ static const struct {
 
 // Whether a resumed run keeps a row: the header, if it has this version's columns, and the rows
 // before the run's position
-static bool keeps_row(const Run *run, const char *row, Log kind) {
+static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
@@ -6079,49 +6251,49 @@ static bool keeps_row(const Run *run, const char *row, Log kind) {
 }
 
 // How many bytes of a log a resumed run keeps: the rows before its position
-static long length_kept(const Run *run, FILE *log, Log kind) {
+static long length_kept(const Run *run, FILE *csv, CsvLog kind) {
     char row[1024];
     long kept = 0;
-    while (fgets(row, sizeof row, log)) {
+    while (fgets(row, sizeof row, csv)) {
         if (!keeps_row(run, row, kind))
             return kept;
-        kept = ftell(log);
+        kept = ftell(csv);
     }
-    if (ferror(log))
+    if (ferror(csv))
         die_file("cannot read", logs[kind].file);
     return kept;
 }
 
 // Cuts the log off after `length` bytes, where the next row will be written.
-static void truncate_log(FILE *log, long length, const char *path) {
-    if (ftruncate(fileno(log), length) != 0)
+static void truncate_log(FILE *csv, long length, const char *path) {
+    if (ftruncate(fileno(csv), length) != 0)
         die_file("cannot write", path);
-    if (fseek(log, 0, SEEK_END) != 0)
+    if (fseek(csv, 0, SEEK_END) != 0)
         die_file("cannot write", path);
 }
 
-static void print_log_header(FILE *log, Log kind) {
+static void print_log_header(FILE *csv, CsvLog kind) {
     if (kind == STEPS_LOG)
-        print_step(log, &(StepResult){0}, 0, CSV_HEADER);
+        print_step(csv, &(StepResult){0}, 0, CSV_HEADER);
     else
-        print_epoch(log, &(EpochResult){0}, CSV_HEADER);
+        print_epoch(csv, &(EpochResult){0}, CSV_HEADER);
 }
 
 // Opens a log of the run folder. A resumed run keeps the rows before its position.
-static FILE *open_log(const Run *run, Log kind) {
+static FILE *open_log(const Run *run, CsvLog kind) {
     char path[PATH_SIZE];
     long kept = 0;
     join_path(path, run->settings.out, logs[kind].file);
-    FILE *log = fopen(path, "a+");
-    if (!log)
+    FILE *csv = fopen(path, "a+");
+    if (!csv)
         die_file("cannot write", path);
     if (run->settings.resume)
-        kept = length_kept(run, log, kind);
-    truncate_log(log, kept, path);
+        kept = length_kept(run, csv, kind);
+    truncate_log(csv, kept, path);
     if (kept == 0)
-        print_log_header(log, kind);
-    flush(log, path);
-    return log;
+        print_log_header(csv, kind);
+    flush(csv, path);
+    return csv;
 }
 
 static void remove_result(const Run *run, const char *file) {
@@ -6130,7 +6302,7 @@ static void remove_result(const Run *run, const char *file) {
     unlink(path);
 }
 
-// Removes what another run has left in the folder. A resumed run replaces only its own predictions,
+// Removes what another run left in the folder. A resumed run replaces only its own predictions,
 // and a run that starts from --load may be reading the model there.
 static void remove_results(const Run *run) {
     static const char *const reports[] = {"profile.txt", "profile.csv", "layers.csv"};
@@ -6150,6 +6322,8 @@ static void open_logs(Run *run) {
     begin_run_json(run);
 }
 
+// ---- Gradients that are not finite
+
 // Ends the run unless a tensor's gradient is finite. Steps are counted from 1.
 static void require_finite(const real *gradient, size_t count, const Layer *l, const char *tensor,
                            size_t epoch, size_t step) {
@@ -6159,7 +6333,7 @@ static void require_finite(const real *gradient, size_t count, const Layer *l, c
 }
 
 static void check_gradients_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
-    for (const Layer *l = net->layers; l < net->layers + net->count; l++) {
+    for (const Layer *l = net->layers; l < net->layers + net->layer_count; l++) {
         require_finite(grads + l->weight_offset, l->weight_count, l, "weight", epoch, step);
         require_finite(grads + l->bias_offset, l->bias_count, l, "bias", epoch, step);
     }
@@ -6171,7 +6345,7 @@ static void check_gpu_gradients(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
     LossScale *s = &run->loss_scale;
-    if (!net->loss_scale || run->recorder.buffered_steps == 0)
+    if (!run->device->is_gpu || run->recorder.buffered_steps == 0)
         return;
     run->device->copy(s, net->loss_scale, sizeof *s);
     if (s->not_finite > 0 && run->kernels->precision != FP16)
@@ -6183,29 +6357,32 @@ static void check_gpu_gradients(Run *run) {
                s->skipped - before.skipped, (double)s->scale);
 }
 
-// Adds buffered step i, over all ranks, to the epoch's sums and to steps.csv. Keeps its request.
+// ---- Steps and epochs
+
+// Adds step i of the buffer, from all ranks, to the epoch's sums and to steps.csv. Keeps the
+// largest request of the ranks: one to end the run is larger than one to save.
 static void add_step(Run *run, EpochResult *e, size_t i) {
     Recorder *r = &run->recorder;
-    double loss = 0, wait = 0;
+    double loss = 0, longest_wait = 0;
     e->step_images = 0;
     for (size_t rank = 0; rank < run->comm.world; rank++) {
         const StepResult *s = &r->all_steps[rank * r->steps_capacity + i];
         e->step_images += s->images;
         loss += s->loss * (double)s->images;
         e->train_correct += s->correct;
-        wait = fmax(wait, s->parts[LOAD]);
-        if (s->request > run->saving.request)
-            run->saving.request = s->request;
-        for (size_t k = 0; k < PARTS; k++)
-            e->parts[k] += s->parts[k];
-        e->bytes_moved += s->bytes_moved;
+        longest_wait = fmax(longest_wait, s->phases[LOAD]);
+        if (s->request > run->checkpointing.request)
+            run->checkpointing.request = s->request;
+        for (size_t k = 0; k < PHASES; k++)
+            e->phases[k] += s->phases[k];
+        e->bytes_sent += s->bytes_sent;
         if (r->steps_csv)
             print_step(r->steps_csv, s, rank, CSV_ROW);
     }
     e->images += e->step_images;
     e->step_loss = loss / (double)e->step_images;
     e->train_loss_sum += loss;
-    e->loader_wait_s += wait;
+    e->loader_wait_s += longest_wait;
 }
 
 /* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
@@ -6221,12 +6398,12 @@ static void flush_steps(Run *run, EpochResult *e) {
         add_step(run, e, i);
     memset(r->steps, 0, r->buffered_steps * sizeof *r->steps);
     r->buffered_steps = 0;
-    clock_charge(&run->clock, &r->steps[0].parts[OTHER]);
+    clock_charge(&run->clock, &r->steps[0].phases[OTHER]);
     if (r->steps_csv)
         flush(r->steps_csv, "steps.csv");
 }
 
-// On a terminal, clears the line that show_progress() has written.
+// On a terminal, clears the line that show_progress() wrote.
 static void clear_progress(void) {
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
@@ -6271,13 +6448,14 @@ static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, Batc
     s->epoch = e->epoch;
     s->step = batch->number + 1;
     s->images = batch->n;
-    s->correct = loss.correct;
+    s->correct = loss.correct_images;
     s->loss = loss.mean;
     s->lr = run->lr;
-    s->parts[COMM] = run->comm.seconds;
-    s->bytes_moved = run->comm.bytes_moved;
+    s->phases[COMM] = run->comm.seconds;
+    s->bytes_sent = run->comm.bytes_sent;
     s->request = request;
-    run->comm.seconds = run->comm.bytes_moved = 0;
+    run->comm.seconds = 0;
+    run->comm.bytes_sent = 0;
 }
 
 static void report_progress(Run *run, EpochResult *e) {
@@ -6301,14 +6479,14 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss los
         report_progress(run, e);
 }
 
-// Prints the parts of an epoch in seconds, and the MB sent, as averages over the ranks.
-static void print_parts(const EpochResult *e, size_t world) {
-    const double n = (double)world, *p = e->parts;
+// Prints the phases of an epoch in seconds, and the MB sent, as averages over the ranks.
+static void print_phases(const EpochResult *e, size_t world) {
+    const double n = (double)world, *p = e->phases;
     const double compute = p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER];
     printf("ranks=%zu compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
            "mb_sent=%.1f (averages over the ranks)\n",
            world, compute / n, p[LOAD] / n, p[COMM] / n, p[EXPOSED_COMM] / n, p[OTHER] / n,
-           1e-6 * e->bytes_moved / n);
+           1e-6 * e->bytes_sent / n);
 }
 
 // After an epoch of training: writes the rows that are left, and prints averages over the ranks.
@@ -6321,7 +6499,7 @@ static void finish_epoch(Run *run, EpochResult *e) {
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->recorder.epoch_start);
     if (run->comm.world > 1)
-        print_parts(e, run->comm.world);
+        print_phases(e, run->comm.world);
 }
 
 // Prints how much the workers have copied to a GPU, and how fast.
@@ -6398,7 +6576,7 @@ static void begin_step(Run *run) {
     char name[32];
     record_for_nsight(run, in_trace_steps(run));
     snprintf(name, sizeof name, "step %zu", steps_done(run));
-    run->device->range(RANGE_STEP, name);
+    run->device->nsight_range(NSIGHT_STEP, name);
     trace_next_step(run);
     run->tracer.step_start = now();
 }
@@ -6421,7 +6599,7 @@ static void trace_step(const Run *run) {
     char name[48];
     if (!run->tracer.traced)
         return;
-    for (size_t row = 1; row < net->count; row++)
+    for (size_t row = 1; row < net->layer_count; row++)
         trace_row(run, row, FORWARD_PASS);
     if (run->settings.zero_grad == ZERO_GRAD_MEMSET)
         trace_row(run, zero_grad_row(net), BACKWARD_PASS);
@@ -6468,7 +6646,7 @@ static void write_trace_event(FILE *f, const TraceEvent *e, double started) {
 }
 
 // Writes Chrome's trace event format: names (M) of processes and threads, and complete events (X),
-// with times in microseconds; and the kernels that have run.
+// with times in microseconds. Also names the --kernels in use.
 static void write_trace(const Run *run) {
     const size_t events = min_size(trace.count, TRACE_EVENTS);
     const char *hint = "";
@@ -6530,9 +6708,9 @@ static double median(double *values, size_t count) {
      bytes of an element * (share * (in_accesses * in + out_accesses * out) + extra_accesses * out)
 
    `in` and `out` are numbers of elements, `in` with the weights; kinds[] has the accesses. A row
-   that reads the images makes 2 of 3 accesses only, since it computes no gradient of them. A fused
-   residual is read once. The backward pass of a fused ReLU or max-pool makes three more accesses of
-   the output. */
+   that reads the images makes only 2 of the 3 accesses, since it computes no gradient for them. A
+   fused residual is read once. The backward pass of a fused ReLU or max-pool accesses the output
+   three more times. */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
     const Fusion *fused = &net->row_plans[row].fused;
@@ -6555,19 +6733,20 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
 static double measure_bandwidth(const Run *run) {
     const Kernels *k = run->kernels;
     const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // images that threads share
-    Work w = {.l = &row,
-              .n = BANDWIDTH_NUMBERS / row.out.c,
-              .in = run->bandwidth_arrays[0],
-              .residual = run->bandwidth_arrays[1]};
+    const Work w = {.l = &row,
+                    .n = BANDWIDTH_NUMBERS / row.out.c,
+                    .in = run->bandwidth_arrays[0],
+                    .residual = run->bandwidth_arrays[1],
+                    .out = run->bandwidth_arrays[0]};
     double seconds[LAYER_ROUNDS];
-    w.out = run->bandwidth_arrays[0];
     for (size_t i = 0; i < LAYER_ROUNDS; i++) {
         run->device->mark(0);
         k->layers[ADD].forward(w);
         run->device->mark(1);
         seconds[i] = run->device->elapsed(0, 1);
     }
-    return 3. * (double)(w.n * row.out.c * k->element_bytes) / median(seconds, LAYER_ROUNDS);
+    const size_t bytes = 3 * w.n * row.out.c * k->element_bytes; // two reads and a write
+    return (double)bytes / median(seconds, LAYER_ROUNDS);
 }
 
 // Times the rows of training steps without an update, and counts the operations in the first one.
@@ -6580,7 +6759,7 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
         net->flops = round == 0 ? flops : NULL;
         compute_gradients(net, batch->n);
-        for (size_t i = 1; i < net->count; i++) {
+        for (size_t i = 1; i < net->layer_count; i++) {
             times[i].forward[round] =
                 d->elapsed(begin_mark(i, FORWARD_PASS), end_mark(i, FORWARD_PASS));
             times[i].backward[round] =
@@ -6600,7 +6779,7 @@ typedef struct LayerFigures {
 } LayerFigures;
 
 /* A row is bound by compute or by memory, whichever takes longer at this device's peak and
-   bandwidth, which are in operations and bytes per second. flops: what the row executes for n
+   bandwidth, which are in operations and bytes per second. `flops` is what the row executes for n
    images. */
 static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTimes *times,
                                   double flops, double peak, double bandwidth) {
@@ -6666,21 +6845,22 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
    fused row has no line of its own: its time counts for the row into which it is fused. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
-    LayerTimes *times = must_alloc(net->count * sizeof *times, "the layers' times");
+    LayerTimes *times = must_alloc(net->layer_count * sizeof *times, "the layers' times");
     AtomicFile csv;
     double flops[MAX_LAYERS];
     loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
     Batch batch = *loader_next(&run->train_loader);
+    // Under dp, the arrays hold only a share of the master's batch.
     batch.n = min_size(batch.n, net->max_batch);
-    for (size_t i = 0; i < net->count; i++)
+    for (size_t i = 0; i < net->layer_count; i++) // for rows without a backward pass
         flops[i] = (double)batch.n * layer_training_flops(&net->layers[i]);
     time_rows(run, &batch, times, flops);
     const double peak = 1e9 * net->device->peak_gflops(), bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
     print_layers_head(run, batch.n, peak, bandwidth);
     print_layer_csv(csv.stream, CSV_HEADER, &net->layers[0], "", "", &(LayerFigures){.bound = ""});
-    for (size_t i = 1; i < net->count; i++) {
-        if (net->row_plans[i].mode == FUSED_INTO_EARLIER)
+    for (size_t i = 1; i < net->layer_count; i++) {
+        if (!has_kernels(&net->row_plans[i]))
             continue;
         const LayerFigures f = layer_figures(net, i, batch.n, &times[i], flops[i], peak, bandwidth);
         print_layer(run->recorder.results, csv.stream, net, i, &f);
@@ -6715,7 +6895,7 @@ static void print_per_class(const Run *run) {
 // A row of predictions.csv. If `bytes` is NULL, its last column is empty.
 static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epoch,
                              const uint8_t *bytes) {
-    const Shape shape = run->info.shape;
+    const Shape shape = run->dataset_info.shape;
     fprintf(csv, "%zu,%u,%.0f,%zu,%zux%zux%zu,", image, run->test_set.labels[image],
             run->evaluation.predicted[image], epoch, shape.h, shape.w, shape.c);
     if (bytes)
@@ -6727,7 +6907,7 @@ static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epo
 // Prints what --augment makes of a test image in the epochs 1 to VARIANTS.
 static void print_variants(FILE *csv, const Run *run, size_t image) {
     enum { VARIANTS = 7 };
-    const Shape shape = run->info.shape;
+    const Shape shape = run->dataset_info.shape;
     const size_t size = shape_size(shape);
     uint8_t variant[size];
     for (size_t epoch = 1; epoch <= VARIANTS; epoch++) {
@@ -6742,7 +6922,7 @@ static void print_variants(FILE *csv, const Run *run, size_t image) {
    hexadecimal; the first AUGMENTED of each also have their variants. */
 static void write_predictions(const Run *run) {
     enum { SAMPLES = 32, AUGMENTED = 2 };
-    const size_t size = shape_size(run->info.shape);
+    const size_t size = shape_size(run->dataset_info.shape);
     size_t seen[2] = {0}; // misclassified images, and correctly classified ones
     AtomicFile csv;
     open_in_folder(&csv, run, "predictions.csv");
@@ -6771,7 +6951,8 @@ static void write_profile(Run *run, int begin, int end) {
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
     print_profile(&run->clock, begin, end, out, csv.stream);
-    if (ferror(out) || fclose(out) != 0 || !profile)
+    const bool failed = ferror(out) || fclose(out) != 0;
+    if (failed || !profile) // fclose() may run out of memory and still return 0
         die_no_memory(PATH_SIZE, "the profile");
     fputs(profile, run->recorder.results);
     fputs(profile, text.stream);
@@ -6784,15 +6965,10 @@ static void write_profile(Run *run, int begin, int end) {
 
    From the command line to a network that is ready to train: settings, ranks, devices, data, memory
    and weights. The memory of networks, loaders and communication is planned and printed before any
-   of it is allocated. */
+   of it is allocated. The section begins with the saving and resuming of a run, which training uses
+   as well. */
 
 // ---- Checkpoints of a run
-
-static bool training_is_over(const Run *run) {
-    const Settings *s = &run->settings;
-    return run->epoch > s->epochs || (s->max_steps && steps_done(run) >= s->max_steps) ||
-           run->saving.request >= END_REQUEST;
-}
 
 // Whether the text of an option is its first choice, or the number 0
 static bool is_zero(const Option *o, const char *text) {
@@ -6804,43 +6980,48 @@ static bool is_zero(const Option *o, const char *text) {
 // metadata = lines "key=value": the position, the settings that determine the result, and the sums
 // of the epoch so far
 static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
-    char *at = metadata, *const end = metadata + METADATA_SIZE;
-#define LINE(...) at += snprintf(at, (size_t)(end - at), __VA_ARGS__)
-    LINE("format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->batch_index,
-         run->comm.world);
+    const EpochResult *e = &run->epoch_result;
+    const bool within_epoch = run->batch_index > 0 && e->images > 0;
+    FILE *m = fmemopen(metadata, METADATA_SIZE - 1, "w");
+    metadata[METADATA_SIZE - 1] = 0;
+    if (!m)
+        die_no_memory(METADATA_SIZE, "the metadata");
+    fprintf(m, "format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->batch_index,
+            run->comm.world);
     for (const Option *o = options; o < options + OPTIONS; o++) {
         const char *text = option_text(&run->settings, o);
         if (o->on_resume == FIXED || (o->on_resume == FIXED_OMIT_ZERO && !is_zero(o, text)))
-            LINE("%s=%s\n", o->name + strlen("--"), text);
+            fprintf(m, "%s=%s\n", o->name + strlen("--"), text);
     }
     if (run->kernels->precision == FP16)
-        LINE("loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
-    if (run->batch_index > 0 && run->current.images > 0)
-        LINE("images=%zu\ntrain_loss=%.17g\n", run->current.images, run->current.train_loss_sum);
-    if (run->batch_index > 0 && run->current.images > 0 && !isnan(run->current.train_correct))
-        LINE("train_correct=%.17g\n", run->current.train_correct);
+        fprintf(m, "loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
+    if (within_epoch)
+        fprintf(m, "images=%zu\ntrain_loss=%.17g\n", e->images, e->train_loss_sum);
+    if (within_epoch && !isnan(e->train_correct))
+        fprintf(m, "train_correct=%.17g\n", e->train_correct);
     if (run->settings.schedule == SCHEDULE_COSINE)
-        LINE("epochs=%zu\n", run->settings.epochs);
-#undef LINE
+        fprintf(m, "epochs=%zu\n", run->settings.epochs);
+    if (fclose(m) != 0)
+        die(1, "more than %d bytes of metadata; raise METADATA_SIZE in cnn.c", METADATA_SIZE);
 }
 
-static void sync_log(FILE *log, const char *name) {
-    if (log && fsync(fileno(log)) != 0)
+static void sync_log(FILE *csv, const char *name) {
+    if (csv && fsync(fileno(csv)) != 0)
         die_file("cannot write to", name);
 }
 
 // A collective call. The logs that a checkpoint relies on are synced first.
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
-    flush_steps(run, &run->current);
-    if (run->saving.request == SAVE_REQUEST)
-        run->saving.request = 0;
+    flush_steps(run, &run->epoch_result);
+    if (run->checkpointing.request == SAVE_REQUEST)
+        run->checkpointing.request = 0;
     if (run->comm.rank > 0 || !*run->settings.checkpoint || run->settings.dry_run)
         return;
     sync_log(run->recorder.steps_csv, "steps.csv");
     sync_log(run->recorder.epochs_csv, "epochs.csv");
     run_metadata(run, metadata);
-    save_tensors(&run->net, &optimizers[run->settings.optimizer], run->state, metadata,
+    save_tensors(&run->net, &optimizers[run->settings.optimizer], run->optimizer_state, metadata,
                  run->settings.checkpoint);
 }
 
@@ -6904,14 +7085,14 @@ static _Noreturn void die_no_position(const TensorFile *f) {
         (int)strcspn(f->metadata, "\n"), f->metadata);
 }
 
-// Reads the position, and what else changes during a run, from a checkpoint's metadata. The run has
-// the checkpoint's position before they are compared: only their settings can differ then.
+// Reads from a checkpoint's metadata the position and what else changes during a run. The position
+// is set before the comparison, so that only settings can differ.
 static void read_position(Run *run, const TensorFile *f) {
     static const char format[] = "format=pt epoch=%9zu batch=%9zu";
     const int numbers = sscanf(f->metadata, format, &run->epoch, &run->batch_index);
     if (numbers != 2 || run->epoch == 0)
         die_no_position(f);
-    read_epoch_sums(&run->current, f->metadata);
+    read_epoch_sums(&run->epoch_result, f->metadata);
     read_loss_scale(run, f->metadata);
     compare_with_checkpoint(run, f);
     if (run->batch_index >= run->epoch_steps) // which depends on the settings
@@ -6932,7 +7113,7 @@ static void resume_checkpoint(Run *run) {
         return;
     }
     read_position(run, &f);
-    read_tensors(&f, &run->net, &optimizers[run->settings.optimizer], run->state);
+    read_tensors(&f, &run->net, &optimizers[run->settings.optimizer], run->optimizer_state);
     if (prints)
         printf("Resuming from %s: epoch %zu, step %zu\n", path, run->epoch, run->batch_index + 1);
 }
@@ -6946,11 +7127,13 @@ static void parse_save_every(Run *run) {
     const char *unit = text + digits;
     const bool by_steps = strcmp(unit, "steps") == 0;
     const size_t number = strtoul(text, NULL, 10);
-    if (digits == 0 || digits > 9 || number == 0 || (*unit && !by_steps))
+    const bool is_number = digits >= 1 && digits <= 9 && number > 0;
+    const bool is_unit = !*unit || by_steps;
+    if (!is_number || !is_unit)
         die(EXIT_USAGE, "--save-every: expected epochs, such as 2, or 100steps, found \"%s\"",
             text);
-    run->saving.every = number;
-    run->saving.by_steps = by_steps;
+    run->checkpointing.every = number;
+    run->checkpointing.by_steps = by_steps;
 }
 
 // Refuses options that contradict each other.
@@ -6979,7 +7162,7 @@ static void check_contradictions(const Settings *s) {
     for (size_t i = 0; i < LENGTH(rules); i++)
         if (rules[i].broken)
             die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected,
-                rules[i].option, option_value(s, rules[i].option));
+                rules[i].option, option_text_by_name(s, rules[i].option));
 }
 
 // For ranks other than 0: only rank 0 writes to the run folder and reports.
@@ -6996,7 +7179,8 @@ static FILE *second_stdout(void) {
     const int fd = dup(STDOUT_FILENO);
     if (fd < 0)
         die_file("cannot write to", "standard output");
-    const ssize_t written = write(fd, "", 0); // fdopen() would say only EINVAL
+    // Fails if stdout is closed or broken; fdopen() would report only EINVAL.
+    const ssize_t written = write(fd, "", 0);
     FILE *f = written < 0 ? NULL : fdopen(fd, "w");
     if (!f)
         die_file("cannot write to", "standard output");
@@ -7006,15 +7190,15 @@ static FILE *second_stdout(void) {
 // ---- Ranks
 
 // Ranks are processes if a launcher started several, and threads otherwise.
-static void join_ranks(Comm *c, Settings *s) {
+static void join_ranks(Communicator *c, Settings *s) {
     c->settings = s;
     c->world = max_size(max_size(s->gpus, s->replicas), 1);
     if (s->replicas > 1)
-        s->no_cuda = true;
+        s->no_cuda = true; // replicas compute on the CPU; this shows in the settings
     const bool launched = join_mpi(c);
     c->dp = c->world > 1 && s->parallel == DP;
     if (launched && (s->gpus > 1 || s->replicas > 1 || c->dp))
-        die(EXIT_USAGE, "%zu MPI ranks: expected --parallel ddp, neither --gpus nor --replicas",
+        die(EXIT_USAGE, "%zu MPI ranks: expected --parallel ddp, without --gpus or --replicas",
             c->world);
     if (c->world > 1 && !launched) {
         c->team = must_alloc(sizeof *c->team, "the ranks");
@@ -7035,23 +7219,30 @@ static void redirect_output(Recorder *r, size_t rank, bool quiet) {
         die_file("cannot open", "/dev/null");
 }
 
-// Sets how many images a step has: on all devices (--global-batch), of each loader (--batch-size).
+// How many ranks load images: all of them or, under dp, the master
+static size_t count_loaders(const Communicator *c) {
+    return c->dp ? 1 : c->world;
+}
+
+// Sets the number of images in a step: over all devices (--global-batch) and for each loader
+// (--batch-size).
 static void setup_batch(Run *run) {
     Settings *s = &run->settings;
-    const size_t world = run->comm.world, parts = run->comm.dp ? 1 : world;
+    const size_t world = run->comm.world, loaders = count_loaders(&run->comm);
     if (s->global_batch == 0)
-        s->global_batch = s->batch_size * parts;
-    if (s->global_batch % parts != 0)
+        s->global_batch = s->batch_size * loaders;
+    if (s->global_batch % loaders != 0)
         die(EXIT_USAGE,
             "--global-batch: expected a multiple of the %zu devices, such as %zu, found %zu", world,
             ceil_div(s->global_batch, world) * world, s->global_batch);
-    s->batch_size = s->global_batch / parts;
-    run->max_batch = ceil_div(s->global_batch, world);
+    s->batch_size = s->global_batch / loaders;
+    run->batch_per_device = ceil_div(s->global_batch, world);
     if (s->test_batch_size == 0)
-        s->test_batch_size = run->max_batch;
+        s->test_batch_size = run->batch_per_device;
 }
 
-// Sets --lr, which --lr-scaling multiplies by the whole batch / the model's default, or its root.
+// Sets --lr, which --lr-scaling multiplies by the whole batch / the model's default batch, or by
+// the square root of that ratio.
 static void setup_learning_rate(Settings *s, size_t default_batch_size) {
     const double factor = (double)s->global_batch / (double)default_batch_size;
     if (s->lr == 0)
@@ -7098,9 +7289,10 @@ static void setup_settings(Run *run, int argc, char **argv) {
 
 // ---- Devices and kernels
 
-// The calling thread computes for this rank. Ranks that share a device share its memory.
+// Makes the calling thread compute for this rank. Divides the device's memory among the ranks that
+// share it.
 static void use_device(Run *run) {
-    const Comm *c = &run->comm;
+    const Communicator *c = &run->comm;
     size_t ranks_per_device = c->replicas; // of this process, on a CPU
     if (run->settings.gpus > 0)
         ranks_per_device = ceil_div(c->replicas, run->devices);
@@ -7132,12 +7324,13 @@ static void list_kernels(char *list, size_t size, bool gpu) {
 
 // The word that the user chose for an option, or "(any)"
 static const char *chosen_word(const Settings *s, const char *option) {
-    const char *word = option_value(s, option);
+    const char *word = option_text_by_name(s, option);
     return *word ? word : "(any)";
 }
 
 // Dies, since this device has no kernels that match --kernels and --precision.
 static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
+    const char *device = gpu ? "a GPU" : "a CPU";
     char list[256], name[32];
     if (!gpu && s->kernels == FAST && CPU_KERNELS == 1)
         die(EXIT_USAGE, "--kernels fast: cnn_kernels.c was not beside cnn.c when it was compiled; "
@@ -7145,7 +7338,7 @@ static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
     list_kernels(list, sizeof list, gpu);
     snprintf(name, sizeof name, "%s", chosen_word(s, "--kernels"));
     die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s", name,
-        chosen_word(s, "--precision"), gpu ? "a GPU" : "a CPU", list);
+        chosen_word(s, "--precision"), device, list);
 }
 
 // The best kernels of this device that --kernels and --precision allow. Without either option these
@@ -7186,7 +7379,8 @@ static void check_device(const Run *run, const char *why_not) {
             precision, run->device_info.name);
 }
 
-// A step launched as one CUDA graph cannot be observed from inside, so these options turn it off.
+// A step launched as one CUDA graph cannot be observed from inside, so --profile, --trace and
+// --layers turn graphs off, as several devices do.
 static void setup_graph(Run *run) {
     Settings *s = &run->settings;
     const bool observed = s->profile || *s->trace || s->layers;
@@ -7202,11 +7396,11 @@ static void print_device(const Run *run, const char *why_not) {
     printf("Device: %s", run->device_info.name);
     if (!run->device->is_gpu)
         printf(" (%s)", why_not);
-    printf(", --kernels %s", option_value(s, "--kernels"));
-    printf(", --precision %s, --threads %zu, --workers %zu\n", option_value(s, "--precision"),
-           s->threads, s->workers);
+    printf(", --kernels %s", option_text_by_name(s, "--kernels"));
+    printf(", --precision %s, --threads %zu, --workers %zu\n",
+           option_text_by_name(s, "--precision"), s->threads, s->workers);
     if (run->device_info.emulated)
-        printf("Emulated: CUDA code on the CPU. Results are valid, times mean nothing.\n");
+        printf("Emulated: CUDA code on the CPU. Results are valid; times mean nothing.\n");
 }
 
 // The number of GPUs that a run may use, or 0 and the reason why there is none
@@ -7225,7 +7419,7 @@ static size_t count_gpus(const Settings *s, const char **why_not) {
 // Stores the reason if there is no GPU.
 static void choose_device(Run *run, const char **why_not) {
     Settings *s = &run->settings;
-    Comm *c = &run->comm;
+    Communicator *c = &run->comm;
     const size_t gpus = count_gpus(s, why_not);
     if (s->gpus > 0 && !gpus)
         die(EXIT_USAGE, "--gpus %zu: found no GPU (%s); --replicas %zu does the same on the CPU",
@@ -7233,9 +7427,10 @@ static void choose_device(Run *run, const char **why_not) {
     run->kernels = choose_kernels(s, gpus > 0);
     run->device = run->kernels->device;
     run->devices = gpus ? gpus : usable_cores();
+    const char *option = s->gpus > 0 ? "--gpus" : "--replicas";
     if (c->replicas > run->devices && !s->oversubscribe)
         die(EXIT_USAGE, "%s %zu: expected at most the %zu found here; --oversubscribe shares them",
-            s->gpus > 0 ? "--gpus" : "--replicas", c->world, run->devices);
+            option, c->world, run->devices);
     s->gpus = gpus ? max_size(s->gpus, 1) : 0;
     s->kernels = run->kernels->name; // checkpoints compare both
     s->precision = run->kernels->precision;
@@ -7254,17 +7449,16 @@ static void setup_device(Run *run) {
 
 // ---- Data
 
-// Loads the training set or the test set from a folder, or generates its images if `dir` is NULL.
-// *limit: the most images to load, or 0; then the number of images that were loaded
-static void load_set(Dataset *set, const DatasetInfo *info, const char *dir, DatasetPart part,
-                     size_t *limit) {
-    const size_t most = *limit ? *limit : UINT32_MAX;
+// Loads the training set or the test set from a folder, or generates its images if `dir` is NULL:
+// at most `limit` of them, or all if that is 0.
+static void load_set(Dataset *set, const DatasetInfo *info, const char *dir, Split split,
+                     size_t limit) {
+    const size_t most = limit ? limit : UINT32_MAX;
     set->info = info;
     if (dir)
-        info->read(set, dir, part, most);
+        info->read(set, dir, split, most);
     else
-        make_synthetic(set, part, most);
-    *limit = set->count;
+        make_synthetic(set, split, most);
 }
 
 // Dies unless --resize is a multiple of the height of the data set's images.
@@ -7283,11 +7477,13 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
         printf("Data: %s from %s\n", name, dir);
     else
         printf("Data: %s (generated images)\n", name);
-    run->info = dataset_for(run->model, name);
-    check_resize(&run->info, s->resize);
-    load_set(&run->train_set, &run->info, dir, TRAINING_SET, &s->limit_train);
-    load_set(&run->test_set, &run->info, dir, TEST_SET, &s->limit_test);
-    s->dataset = run->info.name;
+    run->dataset_info = dataset_for(run->model, name);
+    check_resize(&run->dataset_info, s->resize);
+    load_set(&run->train_set, &run->dataset_info, dir, TRAINING_SET, s->limit_train);
+    load_set(&run->test_set, &run->dataset_info, dir, TEST_SET, s->limit_test);
+    s->limit_train = run->train_set.count; // checkpoints and run.json hold what was loaded
+    s->limit_test = run->test_set.count;
+    s->dataset = run->dataset_info.name;
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
 
@@ -7318,7 +7514,7 @@ static void load_first_dataset(Run *run) {
 
 static void setup_data(Run *run) {
     const Settings *s = &run->settings;
-    const char *where = "./data, the folder data beside ./cnn, or /usr/share/datasets";
+    char where[PATH_SIZE] = "./data, the folder data beside ./cnn, or /usr/share/datasets";
     if (strcmp(s->dataset, "auto") == 0) {
         load_first_dataset(run);
         return;
@@ -7326,11 +7522,11 @@ static void setup_data(Run *run) {
     if (try_dataset(run, s->dataset))
         return;
     if (*s->data)
-        where = "the folder --data ";
+        snprintf(where, sizeof where, "the folder --data %s", s->data);
     die(1,
-        "%s: expected %s (or .gz), found none in %s%s; run: data/get_data.sh %s, or use "
+        "%s: expected %s (or .gz), found none in %s; run: data/get_data.sh %s, or use "
         "--dataset synthetic",
-        s->dataset, find_dataset_info(s->dataset)->files[0][0], where, s->data, s->dataset);
+        s->dataset, find_dataset_info(s->dataset)->files[0][0], where, s->dataset);
 }
 
 // ---- Memory: planned, printed, and only then allocated
@@ -7359,7 +7555,7 @@ static double run_bytes(const Run *run, MemoryUse use, bool on_device) {
 // The bytes of the images and labels, which are already in memory
 static double data_bytes(const Run *run) {
     const double images = (double)(run->train_set.count + run->test_set.count);
-    return images * (double)(shape_size(run->info.shape) + 1);
+    return images * (double)(shape_size(run->dataset_info.shape) + 1);
 }
 
 static double all_bytes(const Run *run) {
@@ -7368,8 +7564,8 @@ static double all_bytes(const Run *run) {
 
 static void plan_loaders(Run *run, bool resident) {
     const Settings *s = &run->settings;
-    const Comm *c = &run->comm;
-    const size_t loaded = min_size(s->batch_size, run->epoch_images);
+    const Communicator *c = &run->comm;
+    const size_t train_batch = min_size(s->batch_size, run->epoch_images);
     Consumer consumer = {.device = run->device,
                          .device_number = c->device_number,
                          .pinned = s->pin_memory && run->device->is_gpu,
@@ -7382,7 +7578,8 @@ static void plan_loaders(Run *run, bool resident) {
     if (c->dp)
         consumer.ranks = 1; // the master loads for all
     if (loads_training_data(c))
-        loader_plan(&run->train_loader, &run->train_set, loaded, s->workers, s->augment, consumer);
+        loader_plan(&run->train_loader, &run->train_set, train_batch, s->workers, s->augment,
+                    consumer);
 }
 
 // How many numbers a test sums over all ranks; see Evaluation
@@ -7395,13 +7592,13 @@ static void plan_buffers(Run *run) {
     const Settings *s = &run->settings;
     MemoryPlan *p = &run->plan;
     const size_t steps = run->comm.world * run->recorder.steps_capacity;
-    const size_t states = count_states(s->optimizer, s) * run->net.param_size;
+    const size_t states = count_states(&optimizers[s->optimizer], s) * run->net.param_size;
     *p = (MemoryPlan){.device = run->device};
     memory_plan_add(p, &run->evaluation.totals,
                     (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST, FOR_BUFFERS);
     memory_plan_add(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST,
                     FOR_BUFFERS);
-    memory_plan_add(p, &run->state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
+    memory_plan_add(p, &run->optimizer_state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
     if (s->layers) {
         memory_plan_add(p, &run->bandwidth_arrays[0],
                         BANDWIDTH_NUMBERS * run->kernels->element_bytes, DEVICE, FOR_BUFFERS);
@@ -7412,18 +7609,22 @@ static void plan_buffers(Run *run) {
         memory_plan_add(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
 }
 
+// Sets how many images and steps an epoch has for this rank.
+static void setup_epoch(Run *run) {
+    const Settings *s = &run->settings;
+    run->epoch_images = ceil_div(run->train_set.count, count_loaders(&run->comm));
+    run->epoch_steps = ceil_div(run->epoch_images, s->batch_size);
+    run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
+}
+
 // Plans what this rank will allocate, with the data set on the device or not. Returns the bytes on
 // the device; on a CPU, all of them. May be called several times: each call makes the plans anew.
 static double plan_run(Run *run, bool resident) {
-    Settings *s = &run->settings;
+    const Settings *s = &run->settings;
     Net *net = &run->net;
-    const size_t parts = run->comm.dp ? 1 : run->comm.world; // dp: the master loads for all
-    run->epoch_images = ceil_div(run->train_set.count, parts);
-    run->epoch_steps = ceil_div(run->epoch_images, s->batch_size);
-    run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
-    net_build(net, run->model, &run->info, s, run->kernels);
+    net_build(net, run->model, &run->dataset_info, s, run->kernels);
     net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
-    plan_net(net, min_size(run->max_batch, run->train_set.count));
+    plan_net(net, min_size(run->batch_per_device, run->train_set.count));
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
@@ -7497,6 +7698,9 @@ static void setup_memory(Run *run) {
         loader_init(&run->train_loader);
     loader_init(&run->test_loader);
     memory_plan_alloc(&run->comm.plan);
+}
+
+static void setup_clock(Run *run) {
     run->clock = (LineClock){
         .device = run->device, .rank = run->comm.rank, .synchronize = run->settings.profile};
 }
@@ -7511,6 +7715,8 @@ static void free_run(Run *run) {
     memory_plan_free(&run->plan);
     memory_plan_free(&run->net.plan);
 }
+
+// ---- Outputs
 
 // The file that --save-model writes
 static void model_path(const Run *run, char path[PATH_SIZE]) {
@@ -7536,18 +7742,34 @@ static void check_writable(const char *path) {
     unfinished = NULL;
 }
 
-// Makes the checkpoint this run's alone until it ends. The lock is on a file beside it, since each
+// Opens and locks the file `path`, beside the checkpoint.
+static int open_lock(const char *path, const char *checkpoint) {
+    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0)
+        die_file("cannot create", path);
+    if (!lock_for_this_run(fd))
+        die(1, "--checkpoint %s: another run is writing to it; choose another file", checkpoint);
+    return fd;
+}
+
+// Whether an open file still has a name: another process that opens the same name gets this file.
+static bool has_name(int fd) {
+    struct stat file;
+    return fstat(fd, &file) != 0 || file.st_nlink > 0;
+}
+
+// Locks the checkpoint for this run, until it ends. The lock is on a file beside it, since each
 // save replaces the checkpoint itself.
 static void lock_checkpoint(const char *checkpoint) {
     char target[PATH_SIZE], path[sizeof lock_file];
     if (!realpath(checkpoint, target))
         snprintf(target, PATH_SIZE, "%s", checkpoint);
     snprintf(path, sizeof path, "%s.lock", target);
-    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666); // stays open, and locked
-    if (fd < 0)
-        die_file("cannot create", path);
-    if (!lock_for_this_run(fd))
-        die(1, "--checkpoint %s: another run is writing to it; choose another file", checkpoint);
+    int fd = open_lock(path, checkpoint); // stays open
+    while (!has_name(fd)) {               // the run that held the lock removed the file as it ended
+        close(fd);
+        fd = open_lock(path, checkpoint);
+    }
     strcpy(lock_file, path);
 }
 
@@ -7566,6 +7788,8 @@ static void check_outputs(const Run *run) {
     }
 }
 
+// ---- Initial weights
+
 // net.load_state_dict(load_file(path))
 static void load_weights(Run *run, const char *path) {
     TensorFile f;
@@ -7577,11 +7801,9 @@ static void load_weights(Run *run, const char *path) {
         printf("Loaded the weights in %s\n", path);
 }
 
-// Sets the weights: random, from --load, or from a checkpoint, which also has the position.
+// Sets the position, and the weights: random, from --load, or both from a checkpoint.
 static void setup_weights(Run *run) {
     const Settings *s = &run->settings;
-    if (run->comm.rank == 0)
-        check_outputs(run);
     run->epoch = 1;
     init_weights(&run->net, s->seed);
     if (*s->load)
@@ -7589,6 +7811,8 @@ static void setup_weights(Run *run) {
     if (s->resume)
         resume_checkpoint(run);
 }
+
+// ---- Do the ranks agree?
 
 // Where a rank runs
 typedef struct Location {
@@ -7610,11 +7834,11 @@ static void check_shared_gpus(const Location *locations, size_t count) {
         for (size_t k = 0; k < r; k++)
             if (strcmp(locations[r].uuid, locations[k].uuid) == 0 &&
                 strcmp(locations[r].host, locations[k].host) == 0)
-                die(EXIT_USAGE, "ranks %zu and %zu share a GPU of %s; add GPUs or --oversubscribe",
+                die(EXIT_USAGE, "ranks %zu and %zu share a GPU on %s; add GPUs or --oversubscribe",
                     k, r, locations[r].host);
 }
 
-static const char *who_adds_gradients(const Comm *c) {
+static const char *who_adds_gradients(const Communicator *c) {
     if (c->dp)
         return "the master";
     if (uses_nccl(c))
@@ -7626,7 +7850,7 @@ static const char *who_adds_gradients(const Comm *c) {
 
 // A collective call: rank 0 prints the device of each rank, and ends the run if two share a GPU.
 static void print_ranks(Run *run) {
-    Comm *c = &run->comm;
+    Communicator *c = &run->comm;
     if (c->world == 1)
         return;
     Location *locations = must_alloc(c->world * sizeof *locations, "the list of ranks");
@@ -7640,7 +7864,7 @@ static void print_ranks(Run *run) {
             const char *separator = *at->uuid ? ", " : "";
             printf("Rank %zu: %s, %s%s%s\n", r, at->host, at->device, separator, at->uuid);
         }
-        printf("Gradients: %s, added up by %s\n", option_value(&run->settings, "--parallel"),
+        printf("Gradients: %s, added up by %s\n", option_text_by_name(&run->settings, "--parallel"),
                who_adds_gradients(c));
     }
     free(locations);
@@ -7653,6 +7877,7 @@ static void check_ranks_agree(Run *run) {
     char metadata[METADATA_SIZE];
     run_metadata(run, metadata);
     uint64_t hash = hash_bytes(HASH_START, metadata, strlen(metadata));
+    // Settings that no checkpoint holds, but that all ranks must share
     const size_t other_settings[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
                                      s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
     hash = hash_bytes(hash, s->save_every, strlen(s->save_every));
@@ -7669,10 +7894,10 @@ static void update_weights(Run *run) {
     if (at_log_interval(run) && !run->device->is_gpu)
         check_gradients_finite(&run->net, run->net.grads, run->epoch, run->batch_index + 1);
     if (!run->comm.dp || run->comm.rank == 0)
-        optimizer_step(&run->net, run->state);
+        optimizer_step(&run->net, run->optimizer_state);
 }
 
-// FULL or SHORT
+// Whether the step has all images of a batch (FULL) or fewer (SHORT)
 static size_t step_kind(const Run *run, const Batch *batch) {
     return batch->n < run->net.max_batch ? SHORT : FULL;
 }
@@ -7701,7 +7926,7 @@ static BatchLoss replay_step(Run *run, const Batch *batch) {
         *graph = capture_step(run, batch);
     run->device->replay(*graph);
     run->device->synchronize();
-    const BatchLoss loss = batch_loss_from(net->staging[0], batch->n); // where the graph copies it
+    const BatchLoss loss = average_losses(net->staging[0], batch->n); // where the graph copies it
     check_loss(net, batch, loss);
     return loss;
 }
@@ -7714,51 +7939,68 @@ static void start_epoch(Run *run) {
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
 }
 
-// Whether to save a checkpoint after so many steps: at the interval, or because of a signal
-static bool is_checkpoint_due(const Run *run, size_t steps) {
-    const size_t unit = run->saving.by_steps ? 1 : run->epoch_steps; // in steps
-    return run->saving.request || steps % (unit * run->saving.every) == 0;
+// Whether a signal has asked this run to end
+static bool end_requested(const Run *run) {
+    return run->checkpointing.request >= END_REQUEST;
 }
 
-// Advances the position by a step. Returns whether the epoch is over.
-static bool advance_position(Run *run) {
+static bool training_is_over(const Run *run) {
+    const Settings *s = &run->settings;
+    const bool max_steps_done = s->max_steps && steps_done(run) >= s->max_steps;
+    return run->epoch > s->epochs || max_steps_done || end_requested(run);
+}
+
+// Whether to save a checkpoint at this position: at the interval, or because of a signal
+static bool is_checkpoint_due(const Run *run) {
+    const Checkpointing *c = &run->checkpointing;
+    const size_t unit = c->by_steps ? 1 : run->epoch_steps; // in steps
+    return c->request || steps_done(run) % (unit * c->every) == 0;
+}
+
+// Advances the position by a step.
+static void advance_position(Run *run) {
     run->batch_index++;
     if (run->batch_index < run->epoch_steps)
-        return false;
+        return;
     run->epoch++;
     run->batch_index = 0;
-    return true;
+}
+
+// Whether train() ends after this step, since the epoch or the training is over
+static bool is_last_step(const Run *run) {
+    return run->batch_index == 0 || run->settings.dry_run || training_is_over(run);
 }
 
 // Ends a step's trace and Nsight's recording, advances the position, and saves the checkpoint if it
-// is due. At the end of an epoch it is saved later, after the test. Returns whether the epoch or
-// the training is over.
-static bool finish_step(Run *run, const Batch *batch) {
+// is due. At the end of an epoch it is saved later, after the test.
+static void finish_step(Run *run, const Batch *batch) {
     trace_step(run);
     run->graphs.kernels_loaded[step_kind(run, batch)] = true;
-    const bool epoch_over = advance_position(run);
+    advance_position(run);
     record_for_nsight(run, run->tracer.recording && steps_done(run) < run->tracer.end);
-    run->saving.due = is_checkpoint_due(run, steps_done(run));
-    if (run->saving.due && !epoch_over)
+    run->checkpointing.due = is_checkpoint_due(run);
+    if (run->checkpointing.due && run->batch_index > 0)
         save_checkpoint(run);
-    return epoch_over || run->settings.dry_run || training_is_over(run);
 }
 
-/* AT(part, statement) executes the statement, and adds its time to this line of the profile and to
-   this part of the step, which is a column of steps.csv. The statement may be an assignment. */
-#define AT(part, ...)                                                                             \
-    do {                                                                                          \
-        clock_line(&run->clock, __LINE__,                                                         \
-                   &run->recorder.steps[run->recorder.buffered_steps].parts[part], #__VA_ARGS__); \
-        __VA_ARGS__;                                                                              \
+/* AT(phase, statement) executes the statement, and adds its time to this line of the profile and to
+   this phase of the step, which is a column of steps.csv. The statement may be an assignment. AT
+   uses the variable `run` of its function. */
+#define AT(phase, ...)                                                               \
+    do {                                                                             \
+        clock_line(&run->clock, __LINE__,                                            \
+                   &run->recorder.steps[run->recorder.buffered_steps].phases[phase], \
+                   #__VA_ARGS__);                                                    \
+        __VA_ARGS__;                                                                 \
     } while (0)
 
+enum { TRAIN_BEGINS = __LINE__ + 3 };
+
 // Trains for one epoch, or for what is left of it.
-enum { TRAIN_BEGINS = __LINE__ + 1 };
 static void train(Run *run, EpochResult *result) {
     const Settings *s = &run->settings;
     Net *net = &run->net;
-    Comm *comm = &run->comm;
+    Communicator *comm = &run->comm;
     const Batch *batch;
     BatchLoss loss;
     bool over = false;
@@ -7769,7 +8011,7 @@ static void train(Run *run, EpochResult *result) {
         AT(LOAD, batch = next_batch(comm));
         AT(COPY, load_batch(comm, batch, run->lr));
         if (uses_graph(run, batch)) {
-            AT(FORWARD, loss = replay_step(run, batch));
+            AT(FORWARD, loss = replay_step(run, batch)); // all of the step, in one launch
         } else {
             AT(FORWARD, forward(net, batch->n, &net->step->key));
             AT(FORWARD, loss = batch_loss(comm, batch));
@@ -7779,7 +8021,8 @@ static void train(Run *run, EpochResult *result) {
             AT(OPTIMIZER, update_weights(run));
         }
         AT(OTHER, log_step(run, result, batch, loss));
-        AT(OTHER, over = finish_step(run, batch));
+        AT(OTHER, finish_step(run, batch));
+        AT(OTHER, over = is_last_step(run));
     }
     AT(OTHER, finish_epoch(run, result));
     clock_stop(&run->clock);
@@ -7803,7 +8046,7 @@ static void test_batches(Run *run) {
         store_predictions(net, batch, run->evaluation.predicted);
         totals[LOSS_SUM] += loss.mean * images;
         totals[IMAGES_TESTED] += images;
-        totals[IMAGES_CORRECT] += loss.correct;
+        totals[IMAGES_CORRECT] += loss.correct_images;
         batch = loader_next(&run->test_loader);
     }
 }
@@ -7819,8 +8062,11 @@ static void test(Run *run, EpochResult *result) {
     sum_over_ranks(&run->comm, totals, count, totals + count);
     result->test_loss = totals[LOSS_SUM] / totals[IMAGES_TESTED];
     if (!isfinite(result->test_loss))
-        die(1, "the test loss is %g; the weights may have become too large: try a smaller --lr",
-            result->test_loss);
+        die(1,
+            "after step %zu the test loss is %g; the weights may have become too large: try a "
+            "smaller --lr. After only a few steps, BatchNorm's running statistics may also still "
+            "be far from a batch's: train for more steps",
+            steps_done(run), result->test_loss);
     result->accuracy = 100. * totals[IMAGES_CORRECT] / totals[IMAGES_TESTED];
     result->test_seconds = now() - begin;
     if (!run->model->logs_throughput && run->comm.rank == 0)
@@ -7850,19 +8096,19 @@ static void train_epoch(Run *run, EpochResult *result) {
 
 // Trains from the run's position to its end, and tests after each epoch.
 static void train_epochs(Run *run) {
-    EpochResult *result = &run->current;
+    EpochResult *result = &run->epoch_result;
     if (run->model->logs_throughput && run->comm.rank == 0)
         printf("INFO - Starting Training Loop...\n");
     while (!training_is_over(run)) {
         train_epoch(run, result);
-        const bool interrupted = run->saving.request >= END_REQUEST && run->batch_index > 0;
-        if (interrupted && !run->saving.due) // if it is due, finish_step() has written it
-            save_checkpoint(run);
-        if (interrupted)
+        if (end_requested(run) && run->batch_index > 0) {
+            if (!run->checkpointing.due) // if it was due, finish_step() has saved it
+                save_checkpoint(run);
             return;
+        }
         test(run, result);
         report_epoch(run, result);
-        if (run->saving.due || run->saving.request || training_is_over(run))
+        if (run->checkpointing.due || run->checkpointing.request || training_is_over(run))
             save_checkpoint(run);
         if (run->settings.dry_run)
             return;
@@ -7879,9 +8125,13 @@ static RunStatus final_status(const Run *run) {
 
 // What each rank does after settings, device and data are set up
 static void run_rank(Run *run) {
+    setup_epoch(run);
     setup_memory(run);
+    setup_clock(run);
     print_ranks(run);
     comm_start(&run->comm);
+    if (run->comm.rank == 0)
+        check_outputs(run);
     setup_weights(run);
     check_ranks_agree(run);
     if (*run->settings.out)
@@ -7904,9 +8154,9 @@ static void *replica_main(void *argument) {
     return NULL;
 }
 
-/* A copy of rank 0's run, which has allocated only the images and the team, for another rank of the
-   process. They share the images, which run_main() frees, and the team; all else is the rank's own,
-   and replica_main() frees it. */
+/* Makes `replica` a copy of rank 0's run, which has allocated only the images and the team, for
+   another rank of this process. They share both, and run_main() frees them. Everything else is the
+   rank's own; replica_main() frees it. */
 static void init_replica(Run *replica, const Run *run, size_t rank) {
     *replica = *run;
     silence_rank(&replica->settings);
@@ -7917,7 +8167,7 @@ static void init_replica(Run *replica, const Run *run, size_t rank) {
     replica->comm.team->comms[rank] = &replica->comm;
 }
 
-// Runs all ranks of this process: the first in this thread, each other one in a thread of its own.
+// Runs all ranks of this process: rank 0 in this thread, every other rank in a thread of its own.
 static void run_ranks(Run *run) {
     const size_t others = run->comm.team ? run->comm.world - 1 : 0;
     Run *replicas = must_alloc(others * sizeof *replicas, "the replicas");
@@ -7925,8 +8175,7 @@ static void run_ranks(Run *run) {
     for (size_t i = 0; i < others; i++)
         init_replica(&replicas[i], run, i + 1);
     for (size_t i = 0; i < others; i++)
-        if (pthread_create(&threads[i], NULL, replica_main, &replicas[i]) != 0)
-            die(1, "cannot start a thread for rank %zu", i + 1);
+        start_thread(&threads[i], replica_main, &replicas[i], "a replica");
     run_rank(run);
     for (size_t i = 0; i < others; i++)
         pthread_join(threads[i], NULL);
@@ -7935,8 +8184,8 @@ static void run_ranks(Run *run) {
 
 // 128 + the number of the signal that has stopped the run, or 0
 static int exit_status(const Run *run) {
-    const bool signalled = run->saving.request >= END_REQUEST;
-    return signalled && run->recorder.status == STOPPED ? run->saving.request : 0;
+    const bool stopped_by_signal = end_requested(run) && run->recorder.status == STOPPED;
+    return stopped_by_signal ? run->checkpointing.request : 0;
 }
 
 // Prints and writes what the options ask for, after the run. A run that a signal has stopped skips
@@ -7985,6 +8234,7 @@ static int run_main(int argc, char **argv) {
     unlink(lock_file);
     before_dying = NULL; // the run folder is complete
     free_run(&run);
+    free(run.comm.team); // which the ranks of this process shared
     free_dataset(&run.train_set);
     free_dataset(&run.test_set);
     return status;
@@ -7993,7 +8243,8 @@ static int run_main(int argc, char **argv) {
 #ifndef CNN_NO_MAIN // the tests include this file and bring their own
 
 /* Login and compute nodes differ. main() is compiled for any CPU of the family, so that it can
-   report a feature that cnn was built for and this CPU lacks; else it would be killed by SIGILL. */
+   report a feature that cnn was built for and this CPU lacks; otherwise SIGILL would kill the
+   program. */
 #if defined(__x86_64__)
 __attribute__((target("no-avx")))
 #endif

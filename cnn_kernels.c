@@ -8,7 +8,8 @@
      Threads             loops that a busy machine does not hold up
      The register tile   every convolution and linear layer, forward and backward
      Winograd            3 x 3 and 5 x 5 filters with stride 1, in fewer multiplications
-     Before a max-pool   a convolution that is pooled: its backward, without the zeros
+     Before a max-pool   a convolution that is pooled: its backward, without the zeros, and its
+                         forward, where it has few channels
      The definitions     the other rows, on these threads
      BatchNorm           its sums, by slices
      The table           which layer runs which of these
@@ -629,30 +630,30 @@ typedef struct Pass {
 
 // See "Winograd" below.
 static bool suits_winograd(const Layer *l, Shape in, Shape out) {
-    return (l->kernel == 3 || l->kernel == 5) && l->stride == 1 && in.c % LANES == 0 &&
+    return (l->kernel_size == 3 || l->kernel_size == 5) && l->stride == 1 && in.c % LANES == 0 &&
            in.c >= FEW && in.c <= MAX_DEPTH && out.c >= LANES &&
            out.h * out.w >= 16; // there, with 512 channels and 32 images: 3 times as fast
 }
 
 // Elements of one map: of the pixels of a layer's input or output.
 static size_t map_size(const Layer *l, Shape s) {
-    return s.h * s.w * (1 + l->kernel * l->kernel);
+    return s.h * s.w * (1 + l->kernel_size * l->kernel_size);
 }
 
 static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, size_t run) {
     return (Pass){.map = map,
                   .in = in,
                   .out = out,
-                  .taps = l->kernel * l->kernel / run,
+                  .taps = l->kernel_size * l->kernel_size / run,
                   .run = run,
                   .depth = run * in.c,
                   .in_pixels = in.h * in.w,
                   .out_pixels = out.h * out.w,
-                  .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel : 0};
+                  .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel_size : 0};
 }
 
 static Pass forward_pass(const Layer *l, bool relu, const int32_t *maps) {
-    Pass p = make_pass(l, maps, l->in, l->out, l->in.c < FEW ? l->kernel : 1);
+    Pass p = make_pass(l, maps, l->in, l->out, l->in.c < FEW ? l->kernel_size : 1);
     p.padding = l->padding;
     p.inside = l->padding == 0;
     p.relu = relu;
@@ -661,7 +662,7 @@ static Pass forward_pass(const Layer *l, bool relu, const int32_t *maps) {
 
 static Pass backward_pass(const Layer *l, const int32_t *maps, bool accumulate) {
     Pass p = make_pass(l, maps ? maps + map_size(l, l->out) : NULL, l->out, l->in, 1);
-    p.padding = l->kernel - 1 - l->padding; // not below 0, see window_fits()
+    p.padding = l->kernel_size - 1 - l->padding; // not below 0, see window_fits()
     p.inside = p.padding == 0 && l->stride == 1;
     p.transposed = true;
     p.accumulate = accumulate;
@@ -678,7 +679,7 @@ static void make_maps(void *maps, const Layer *l) {
     if (maps_size(l) == 0)
         return;
     const Shape I = l->in, O = l->out;
-    const size_t taps = l->kernel * l->kernel, s = l->stride;
+    const size_t taps = l->kernel_size * l->kernel_size, s = l->stride;
     int32_t *at = maps;
     for (size_t y = 0; y < O.h; y++)
         for (size_t x = 0; x < O.w; x++) {
@@ -693,8 +694,8 @@ static void make_maps(void *maps, const Layer *l) {
             for (size_t ix = phase % s; ix < I.w; ix += s) {
                 *at++ = (int32_t)(iy * I.w + ix);
                 for (size_t tap = 0; tap < taps; tap++) {
-                    size_t sy = iy + l->padding - tap / l->kernel;
-                    size_t sx = ix + l->padding - tap % l->kernel;
+                    size_t sy = iy + l->padding - tap / l->kernel_size;
+                    size_t sx = ix + l->padding - tap % l->kernel_size;
                     bool read = sy % s == 0 && sx % s == 0 && sy / s < O.h && sx / s < O.w;
                     *at++ = read ? (int32_t)(sy / s * O.w + sx / s) : OUTSIDE;
                 }
@@ -950,7 +951,7 @@ static size_t part_size(const Pass *p) {
     return p->n * p->out_pixels * p->out.c;
 }
 
-// output[pixel] = bias + sum of the parts, or += that sum; then the ReLU
+// output[pixel] = bias + sum of the phases, or += that sum; then the ReLU
 static void add_parts_of_pixel(const void *context, size_t pixel) {
     const Parts *parts = context;
     const Pass *p = parts->pass;
@@ -1494,7 +1495,7 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n, const int32
     WeightGradient g = {.pass = forward_pass(l, false, maps)};
     Pass *p = &g.pass;
     p->n = n;
-    if (l->kernel != 3)
+    if (l->kernel_size != 3)
         p->tile = 0; // by Winograd the rounding errors of a 5 x 5 filter's would be 3.3 times
     g.sums = whole_vectors(l->weight_count + l->bias_count);
     const size_t worth = min_size(SLICE_ELEMENTS / g.sums, n * p->out_pixels / SLICE_PIXELS);
@@ -1798,8 +1799,9 @@ static void weight_gradient(Work w) {
    Bit masks, a bit for each gradient, say which terms are nonzero; a loop over the set bits visits
    only these. Each term is a filter's worth of vector FMAs, so finding it is cheap in comparison.
    term_tile() sums the weight gradient, for one channel over many windows, with the filter's sums
-   as accumulators; patch_tile() the data gradient, for one window over all channels, with the patch
-   of pixels under the window's four filters as accumulators.
+   as accumulators. patch_tile() or, with few channels, pair_tile() sums the data gradient, for one
+   window over all channels, with the patch of pixels under the window's four filters as
+   accumulators.
    The image between convolution and pool is never stored: forward computes it image by image on the
    stack of a thread and keeps the maxima and their positions.
 
@@ -1872,30 +1874,49 @@ typedef struct PatchTile {
     const Windows *w;
     size_t window;
     real *din;          // under the corner of the window's first filter
-    size_t row, pixel;  // elements from a row of din to the next, from a pixel to the next
-    const real *weight; // packed by pack_channel(): [k][tap][LANES], from the tile's first tap on
+    size_t row, pixel;  // elements from a row of din to the next, from a vector to the next
+    const real *weight; // packed, of channel 0, from the tile's first row of the filter on
+    size_t filter;      // elements from a channel's packed weights to the next
+    size_t moved;       // elements from there to the same weights, one pixel further right
 } PatchTile;
 
-// din += a window's terms, for LANES channels and `rows` rows of the filter: at the window's four
-// pixels it covers rows + 1 by kernel + 1 input pixels.
-INLINE void patch_tile(const size_t rows, const size_t kernel, const PatchTile *t) {
+/* din += a window's terms, for `rows` rows of the filter. At the window's four pixels these cover
+   rows + 1 rows of `across` vectors, and a row of the filter has `taps` vectors. At pixels 1 and 3
+   the filter lies one pixel further right: one vector further right if a pixel is a vector; else
+   pack_pairs() has moved the weights by a pixel. */
+INLINE void add_patch(const size_t rows, const size_t taps, const size_t across,
+                      const PatchTile *t) {
     const Windows *w = t->w;
-    const size_t across = kernel + 1, words = w->words, first = t->window * words;
-    const real *gradients = w->gradient + t->window * w->channels, *weight = t->weight;
+    const size_t words = w->words, first = t->window * words;
+    const real *gradients = w->gradient + t->window * w->channels;
     vec acc[18];
     UNROLLED(i, (rows + 1) * across)
         acc[i] = *(const vec *)(t->din + i / across * t->row + i % across * t->pixel);
     for (size_t word = 0; word < words; word++)
-        UNROLLED(p, WINDOW_PIXELS)
+        UNROLLED(p, WINDOW_PIXELS) {
+            const size_t corner = p / 2 * across + p % 2 * (across - taps);
+            const real *weight = t->weight + p % 2 * t->moved;
             for (uint64_t mask = w->routed[p][first + word]; mask; mask &= mask - 1) {
                 const size_t k = word * MASK_BITS + (size_t)__builtin_ctzll(mask);
                 const real gradient = gradients[k];
-                const vec *from = (const vec *)(weight + k * kernel * kernel * LANES);
-                UNROLLED(i, rows * kernel)
-                    acc[(p / 2 + i / kernel) * across + p % 2 + i % kernel] += gradient * from[i];
+                const vec *from = (const vec *)(weight + k * t->filter);
+                UNROLLED(i, rows * taps)
+                    acc[corner + i / taps * across + i % taps] += gradient * from[i];
             }
+        }
     UNROLLED(i, (rows + 1) * across)
         *(vec *)(t->din + i / across * t->row + i % across * t->pixel) = acc[i];
+}
+
+// Of each pixel one vector of channels; weights as of pack_channel().
+INLINE void patch_tile(const size_t rows, const size_t kernel, const PatchTile *t) {
+    add_patch(rows, kernel, kernel + 1, t);
+}
+
+// With half a vector of channels or fewer, two pixels are a vector; weights as of pack_pairs(),
+// taps = (kernel + 1) / 2. Gain: cifar with 6 channels 1.05 with AVX-512.
+INLINE void pair_tile(const size_t rows, const size_t taps, const PatchTile *t) {
+    add_patch(rows, taps, taps, t);
 }
 
 TILES(term_tile, 3, TermTile)
@@ -1906,6 +1927,9 @@ TILE(term_tile, 5, 5, TermTile)
 TILE(patch_tile, 3, 3, PatchTile)
 TILE(patch_tile, 2, 5, PatchTile) // all 36 accumulators of a 5 x 5 filter do not fit 32 registers
 TILE(patch_tile, 1, 5, PatchTile)
+TILE(pair_tile, 3, 2, PatchTile)
+TILE(pair_tile, 5, 3, PatchTile)
+typedef void PatchTileFunction(const PatchTile *t);
 typedef void TermTileFunction(const TermTile *t);
 static TermTileFunction *const term_tiles[2][6] = { // 3 x 3, 5 x 5; by vectors - 1
     {term_tile_3_1, term_tile_3_2, term_tile_3_3, term_tile_3_4, term_tile_3_5, term_tile_3_6},
@@ -1916,10 +1940,11 @@ typedef struct PooledPass {
     Work w;
     size_t pitch, filter; // elements of a row of a filter, in whole vectors; of all its rows
     size_t depth;         // elements from an input pixel to the next
-    size_t channels_in;   // of din until it is stored, in whole vectors
+    bool pairs;           // two pixels of din share a vector
+    size_t channels_in;   // of din until it is stored, in whole vectors or half a vector
     size_t widest;        // the most vectors of a tile
     size_t sums, slices;  // of a slice of the images: elements, the filters' and then the biases'
-    size_t packed;        // elements of the weights as pack_channel() stores them
+    size_t packed;        // elements of the weights as they are packed for the data gradient
     real *weights;        // these
 } PooledPass;
 
@@ -1928,22 +1953,24 @@ typedef struct PooledPass {
    Gain: cifar with 64 channels 1.12, mnist 1.04. */
 static PooledPass pooled_pass(Work w) {
     const Layer *l = w.l;
-    PooledPass p = {.w = w, .pitch = whole_vectors(l->kernel * l->in.c)};
+    PooledPass p = {.w = w, .pitch = whole_vectors(l->kernel_size * l->in.c)};
     p.depth = l->in.c % LANES ? p.pitch : l->in.c;
-    p.filter = l->kernel * p.pitch;
-    p.channels_in = whole_vectors(l->in.c);
-    p.widest = min_size(6, (ROWS * VECTORS + 1) / l->kernel); // 5 x 5 fit where 6 x 4 do
+    p.filter = l->kernel_size * p.pitch;
+    p.pairs = l->in.c <= LANES / 2;
+    p.channels_in = p.pairs ? LANES / 2 : whole_vectors(l->in.c);
+    p.widest = min_size(6, (ROWS * VECTORS + 1) / l->kernel_size); // 5 x 5 fit where 6 x 4 do
     p.sums = l->out.c * p.filter + whole_vectors(l->out.c);
     p.slices = min_size(w.n, min_size(SLICES, max_size(1, SLICE_ELEMENTS / p.sums)));
-    p.packed = p.channels_in * l->out.c * l->kernel * l->kernel;
+    p.packed = p.channels_in * l->out.c * l->kernel_size *
+               (p.pairs ? 2 * l->kernel_size + 2 : l->kernel_size);
     return p;
 }
 
 // On a thread's stack are an image of out in forward, two of in in backward: 1 MB at most.
 static bool suits_pooled(const Layer *conv, const Layer *pool) {
     const size_t depth = pooled_pass((Work){.l = conv}).depth;
-    return (conv->kernel == 3 || conv->kernel == 5) && conv->stride == 1 && !conv->padding &&
-           pool->kernel == 2 && !pool->padding && conv->out.c <= 1024 &&
+    return (conv->kernel_size == 3 || conv->kernel_size == 5) && conv->stride == 1 &&
+           !conv->padding && pool->kernel_size == 2 && !pool->padding && conv->out.c <= 1024 &&
            shape_size(conv->out) * sizeof(real) <= 1 << 20 &&
            conv->in.h * conv->in.w * depth * sizeof(real) <= 1 << 19;
 }
@@ -2012,28 +2039,37 @@ static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, si
 // rows[pixel][depth] = the row of the filter's input that begins at the pixel
 static void copy_rows(real *rows, const real *in, const PooledPass *p) {
     const Layer *l = p->w.l;
-    const size_t c = l->in.c, w = l->in.w, depth = p->depth, across = w - l->kernel + 1;
+    const size_t c = l->in.c, w = l->in.w, depth = p->depth, across = w - l->kernel_size + 1;
     for (size_t y = 0; y < l->in.h; y++, rows += w * depth, in += w * c)
         for (size_t j = 0; j < depth; j += LANES) // as inner loop, gcc would call memcpy()
             for (size_t x = 0; x < across; x++)
                 *(vec *)(rows + x * depth + j) = *(const vec *)(in + x * c + j);
 }
 
-// din[pixel][channels_in] += the terms of the windows for LANES channels from c on
+static void patch_tile_5_5(const PatchTile *all_rows) {
+    PatchTile t = *all_rows;
+    for (size_t row = 0; row < 5; row += 2) {
+        (row < 4 ? patch_tile_2_5 : patch_tile_1_5)(&t);
+        t.din += 2 * t.row;
+        t.weight += 2 * 5 * LANES;
+    }
+}
+
+// din[pixel][channels_in] += the terms of the windows for the channels of a vector, from c on
 static void add_windows(real *din, const Windows *w, const PooledPass *p, size_t c,
                         const real *packed) {
-    const size_t kernel = p->w.l->kernel;
-    PatchTile t = {.w = w, .row = p->w.l->in.w * p->channels_in, .pixel = p->channels_in};
+    // by whether two pixels share a vector; by 3 x 3 or 5 x 5
+    static PatchTileFunction *const tiles[2][2] = {{patch_tile_3_3, patch_tile_5_5},
+                                                   {pair_tile_3_2, pair_tile_5_3}};
+    const size_t kernel = p->w.l->kernel_size;
+    PatchTile t = {.w = w, .row = p->w.l->in.w * p->channels_in};
+    t.pixel = p->pairs ? LANES : p->channels_in;
+    t.moved = p->pairs ? kernel * (kernel + 1) * p->channels_in : 0;
+    t.filter = p->pairs ? 2 * t.moved : kernel * kernel * LANES;
+    t.weight = packed + c / LANES * w->channels * t.filter;
     for (; t.window < w->count; t.window++) {
-        t.din = din + w->corner[t.window] * t.pixel + c;
-        t.weight = packed + c * w->channels * kernel * kernel;
-        if (kernel == 3)
-            patch_tile_3_3(&t);
-        for (size_t row = 0; row < 5 && kernel == 5; row += 2) {
-            (row < 4 ? patch_tile_2_5 : patch_tile_1_5)(&t);
-            t.din += 2 * t.row;
-            t.weight += 2 * kernel * LANES;
-        }
+        t.din = din + w->corner[t.window] * p->channels_in + c;
+        tiles[p->pairs][kernel == 5](&t);
     }
 }
 
@@ -2070,7 +2106,7 @@ static void pooled_image(real *sums, real *din, const real *packed, const Pooled
         for (size_t j = 0; j < p->pitch; j += p->widest * LANES) {
             TermTile t = {&w, 0, sums + j, in + j, p->pitch, I.w * p->depth};
             size_t vectors = min_size(p->widest, (p->pitch - j) / LANES);
-            TermTileFunction *tile = term_tiles[l->kernel == 5][vectors - 1];
+            TermTileFunction *tile = term_tiles[l->kernel_size == 5][vectors - 1];
             for (; t.k < channels; t.k++, t.sums += p->filter)
                 tile(&t);
         }
@@ -2083,11 +2119,29 @@ static void pooled_image(real *sums, real *din, const real *packed, const Pooled
 static void pack_channel(const void *context, size_t k) {
     const PooledPass *p = context;
     const Layer *l = p->w.l;
-    const size_t depth = l->in.c, channels = l->out.c, taps = l->kernel * l->kernel;
+    const size_t depth = l->in.c, channels = l->out.c, taps = l->kernel_size * l->kernel_size;
     for (size_t c = 0; c < p->channels_in; c++)
         for (size_t tap = 0; tap < taps; tap++)
             p->weights[((c / LANES * channels + k) * taps + tap) * LANES + c % LANES] =
                 c < depth ? p->w.weight[(tap * depth + c) * channels + k] : 0;
+}
+
+/* packed[k][m][row][x + m][c] = weight[row][x][c][k], for m = 0 and 1, channels_in channels a pixel
+   and kernel + 1 pixels a row; all else is 0, and such terms change no sum of finite
+   gradients. */
+static void pack_pairs(const void *context, size_t k) {
+    const PooledPass *p = context;
+    const Layer *l = p->w.l;
+    const size_t depth = l->in.c, kernel = l->kernel_size, filter = p->packed / l->out.c;
+    real *packed = p->weights + k * filter;
+    memset(packed, 0, filter * sizeof *packed);
+    for (size_t m = 0; m < 2; m++)
+        for (size_t tap = 0; tap < kernel * kernel; tap++) {
+            const size_t row = m * kernel + tap / kernel, x = tap % kernel + m;
+            for (size_t c = 0; c < depth; c++)
+                packed[(row * (kernel + 1) + x) * p->channels_in + c] =
+                    p->w.weight[(tap * depth + c) * l->out.c + k];
+        }
 }
 
 // din of an image, without the padding of its channels, and through the ReLU before the layer
@@ -2120,7 +2174,7 @@ static void pooled_ith_slice(const void *context, size_t slice) {
 // dweight[row of the filter][element of the row] = the sums, in which channels are outermost
 static void store_ith_row(const void *context, size_t i) {
     const PooledPass *p = context;
-    const size_t channels = p->w.l->out.c, run = p->w.l->kernel * p->w.l->in.c;
+    const size_t channels = p->w.l->out.c, run = p->w.l->kernel_size * p->w.l->in.c;
     for (size_t k = 0; k < channels; k++)
         p->w.dweight[i * channels + k] = p->w.scratch[k * p->filter + i / run * p->pitch + i % run];
 }
@@ -2130,12 +2184,19 @@ static void conv2d_backward_pooled(Work w) {
     const Layer *l = w.l;
     PooledPass p = pooled_pass(w);
     p.weights = w.scratch + p.slices * p.sums;
-    parallel(l->out.c, pack_channel, &p);
+    parallel(l->out.c, p.pairs ? pack_pairs : pack_channel, &p);
     parallel(p.slices, pooled_ith_slice, &p);
     sum_slices(w.scratch, w.scratch, p.slices, p.sums, p.sums);
     for (size_t k = 0; k < l->bias_count; k++)
         w.dbias[k] = w.scratch[l->out.c * p.filter + k];
-    parallel(l->kernel * l->kernel * l->in.c, store_ith_row, &p);
+    parallel(l->kernel_size * l->kernel_size * l->in.c, store_ith_row, &p);
+}
+
+// Where v > best, or v is a NaN: best = v, arg = tap
+INLINE void keep_larger(vec *best, mask *arg, vec v, mask tap) {
+    const mask larger = (v > *best) | (v != v);
+    *best = (vec)((larger & (mask)v) | (~larger & (mask)*best));
+    *arg = (larger & tap) | (~larger & *arg);
 }
 
 /* out[c], argmax[c] = maximum of a window and its position in it, of output pixel (y, x), LANES
@@ -2149,15 +2210,13 @@ INLINE void maxpool2d_pixel(real *out, uint8_t *argmax, const real *in, const La
         const size_t count = l->out.c - c;
         vec best = (vec){0} - (real)INFINITY;
         mask arg = {0}, tap = {0};
-        for (size_t i = 0; i < l->kernel; i++)
-            for (size_t j = 0; j < l->kernel; j++, tap += 1) {
+        for (size_t i = 0; i < l->kernel_size; i++)
+            for (size_t j = 0; j < l->kernel_size; j++, tap += 1) {
                 size_t iy = y * l->stride + i - l->padding, ix = x * l->stride + j - l->padding;
                 if (iy >= l->in.h || ix >= l->in.w)
                     continue;
-                vec v = *(const vec *)(in + (iy * l->in.w + ix) * l->in.c + c);
-                mask larger = (v > best) | (v != v); // a NaN wins
-                best = (vec)((larger & (mask)v) | (~larger & (mask)best));
-                arg = (larger & tap) | (~larger & arg);
+                keep_larger(&best, &arg, *(const vec *)(in + (iy * l->in.w + ix) * l->in.c + c),
+                            tap);
             }
         store(out + c, best, count);
         bytes positions = __builtin_convertvector(arg, bytes);
@@ -2184,11 +2243,103 @@ static void maxpool2d_forward_fast(Work w) {
     parallel(w.n, maxpool2d_ith_image, &w);
 }
 
+/* Forward with few channels. The lanes of the register tile are output channels; 6 channels would
+   use 6 of 16 lanes. Here the lanes are adjacent windows of the pool, and a tile computes the four
+   pixels of each window, p = 0 .. 3, for WINDOW_CHANNELS channels k:
+     acc[k][p] += weight[tap][c][k] * in[the pixel under the tap at pixel p of the window][c]
+   The maximum of a window is then taken between acc[k][0], ..., acc[k][3], lane by lane. Windows
+   are two pixels apart, so the input is first split into planes, one for the even and one for the
+   odd columns of each channel, in which adjacent windows read adjacent elements.
+   Gain: cifar with 6 channels 1.3 on Zen 4 with AVX-512, where one thread alone gains 1.4, and 1.13
+   with AVX2. */
+enum { WINDOW_CHANNELS = VECTOR_SUMS / WINDOW_PIXELS };
+
+typedef struct Planes {
+    real *pixels; // [in.h][parity of the column][in.c][half]
+    size_t half;  // half of the columns, or what whole vectors of windows read
+    size_t plane; // elements from the even columns of all channels to the odd ones
+    size_t row;   // elements from a row of the image to the next
+} Planes;
+
+static Planes planes_of(const Layer *conv, const Layer *pool) {
+    Planes s = {.half = whole_vectors(pool->out.w) + conv->kernel_size / 2};
+    s.plane = conv->in.c * s.half;
+    s.row = 2 * s.plane;
+    return s;
+}
+
+// The channels of whole tiles fit into a row of the packed weights, which is one vector, and the
+// planes fit on a thread's stack.
+static bool suits_planes(const Layer *conv, const Layer *pool) {
+    return conv->out.c <= LANES / WINDOW_CHANNELS * WINDOW_CHANNELS && conv->in.c < FEW &&
+           pool->stride == 2 && conv->in.h * planes_of(conv, pool).row * sizeof(real) <= 1 << 19;
+}
+
+// pixels[y][x % 2][c][x / 2] = in[y][x][c], and zeros to the end of a row. Since a filter has odd
+// sides and a window even ones, none reads the last of an odd number of columns.
+static void split_columns(const Planes *s, const real *in, Shape I) {
+    memset(s->pixels, 0, I.h * s->row * sizeof *in);
+    for (size_t y = 0; y < I.h; y++, in += I.w * I.c)
+        for (size_t i = 0; i < 2 * I.c; i++) {
+            const size_t odd = i / I.c, c = i % I.c;
+            const real *from = in + odd * I.c + c;
+            real *to = s->pixels + y * s->row + i * s->half;
+            for (size_t x = 0; x < I.w / 2; x++)
+                to[x] = from[2 * x * I.c];
+        }
+}
+
+// best[k] (=) the maximum of each window after the ReLU, position[k] (=) its pixel, 0 .. 3: one
+// vector of windows whose first input pixels are at `from`. packed, bias: the weights, [taps][in.c]
+// [LANES], and the bias, from the tile's first channel on
+NOINLINE void window_tile(vec best[WINDOW_CHANNELS], mask position[WINDOW_CHANNELS],
+                          const Planes *s, const real *from, const real *packed, const Layer *l,
+                          const real *bias) {
+    vec acc[WINDOW_CHANNELS][WINDOW_PIXELS];
+    UNROLLED(k, WINDOW_CHANNELS)
+        UNROLLED(p, WINDOW_PIXELS)
+            acc[k][p] = (vec){0} + bias[k];
+    for (size_t tap = 0; tap < l->kernel_size * l->kernel_size; tap++) {
+        const real *in[WINDOW_PIXELS];
+        UNROLLED(p, WINDOW_PIXELS) {
+            const size_t y = tap / l->kernel_size + p / 2, x = tap % l->kernel_size + p % 2;
+            in[p] = from + y * s->row + x % 2 * s->plane + x / 2;
+        }
+        for (size_t c = 0; c < l->in.c; c++, packed += LANES) {
+            vec v[WINDOW_PIXELS];
+            UNROLLED(p, WINDOW_PIXELS)
+                v[p] = *(const vec *)(in[p] + c * s->half);
+            UNROLLED(k, WINDOW_CHANNELS)
+                UNROLLED(p, WINDOW_PIXELS)
+                    acc[k][p] += packed[k] * v[p];
+        }
+    }
+    UNROLLED(k, WINDOW_CHANNELS) {
+        best[k] = (vec){0} - (real)INFINITY;
+        position[k] = (mask){0};
+        UNROLLED(p, WINDOW_PIXELS)
+            keep_larger(&best[k], &position[k], relu_vec(acc[k][p]), (mask){0} + (lane)p);
+    }
+}
+
+// out[window][channel], argmax (=) one vector of windows and one tile's channels; pitch: from a
+// window to the next
+static void store_windows(real *out, uint8_t *argmax, const vec best[WINDOW_CHANNELS],
+                          const mask position[WINDOW_CHANNELS], size_t windows, size_t channels,
+                          size_t pitch) {
+    for (size_t i = 0; i < windows; i++)
+        for (size_t k = 0; k < channels; k++) {
+            out[i * pitch + k] = best[k][i];
+            argmax[i * pitch + k] = (uint8_t)position[k][i];
+        }
+}
+
 typedef struct PooledForward {
     Work w;
     Pass pass;
 } PooledForward;
 
+// One image, by the register tile or Winograd
 static void pooled_ith_image(const void *context, size_t i) {
     const PooledForward *f = context;
     const Work *w = &f->w;
@@ -2201,6 +2352,30 @@ static void pooled_ith_image(const void *context, size_t i) {
     maxpool2d_image(w->out + i * size, w->saved + i * size, out, w->fused.pool);
 }
 
+// The same by planes, for few channels
+static void windows_ith_image(const void *context, size_t i) {
+    const PooledForward *f = context;
+    const Layer *l = f->w.l, *pool = f->w.fused.pool;
+    const Shape O = pool->out;
+    Planes s = planes_of(l, pool);
+    real pixels[l->in.h * s.row], bias[LANES] = {0};
+    for (size_t k = 0; k < l->bias_count; k++)
+        bias[k] = f->pass.bias[k];
+    s.pixels = pixels;
+    split_columns(&s, f->pass.input + i * shape_size(l->in), l->in);
+    for (size_t y = 0; y < O.h; y++)
+        for (size_t x = 0; x < O.w; x += LANES)
+            for (size_t k = 0; k < O.c; k += WINDOW_CHANNELS) {
+                const size_t at = ((i * O.h + y) * O.w + x) * O.c + k;
+                vec best[WINDOW_CHANNELS];
+                mask position[WINDOW_CHANNELS];
+                window_tile(best, position, &s, pixels + 2 * y * s.row + x, f->pass.packed + k, l,
+                            bias + k);
+                store_windows(f->w.out + at, f->w.saved + at, best, position,
+                              min_size(LANES, O.w - x), min_size(WINDOW_CHANNELS, O.c - k), O.c);
+            }
+}
+
 /* out = max_pool2d(relu(conv2d(in, weight) + bias)); saved = the position of each maximum in its
    window: [h][w][c] of fused.pool. Image by image, so that the output of the convolution stays in
    the cache of its thread. */
@@ -2208,7 +2383,7 @@ static void conv2d_forward_pooled(Work w) {
     const PooledForward f = {
         w, bind_pass(forward_pass(w.l, w.fused.relu, w.prepared), NULL, w.in, w.bias, w)};
     pack(&f.pass);
-    parallel(w.n, pooled_ith_image, &f);
+    parallel(w.n, suits_planes(w.l, w.fused.pool) ? windows_ith_image : pooled_ith_image, &f);
 }
 
 /* ---- Definitions on these threads ---------------------------------------------------------------
@@ -2458,7 +2633,7 @@ static void bn_backward_slice(Work w, Range s) {
 
 static void bn_ith_stats(const void *context, size_t i) {
     const Work *w = context;
-    bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, bn_pixels(w)), w->l->in.c);
+    bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, bn_pixels(*w)), w->l->in.c);
 }
 
 enum { JOINED_CHANNELS = 16 }; // which a thread joins at a time
@@ -2467,12 +2642,12 @@ static void bn_ith_forward_channels(const void *context, size_t i) {
     const Work *w = context;
     const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
     for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_forward_channel(*w, bn_pixels(w), c);
+        bn_forward_channel(*w, bn_pixels(*w), c);
 }
 
 static void bn_ith_forward_slice(const void *context, size_t i) {
     const Work *w = context;
-    bn_forward_slice(*w, bn_slice(i, bn_pixels(w)));
+    bn_forward_slice(*w, bn_slice(i, bn_pixels(*w)));
 }
 
 static void batchnorm2d_forward_fast(Work w) {
@@ -2483,19 +2658,19 @@ static void batchnorm2d_forward_fast(Work w) {
 
 static void bn_ith_products(const void *context, size_t i) {
     const Work *w = context;
-    bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, bn_pixels(w)));
+    bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, bn_pixels(*w)));
 }
 
 static void bn_ith_backward_channels(const void *context, size_t i) {
     const Work *w = context;
     const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
     for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_backward_channel(*w, bn_pixels(w), c);
+        bn_backward_channel(*w, bn_pixels(*w), c);
 }
 
 static void bn_ith_backward_slice(const void *context, size_t i) {
     const Work *w = context;
-    bn_backward_slice(*w, bn_slice(i, bn_pixels(w)));
+    bn_backward_slice(*w, bn_slice(i, bn_pixels(*w)));
 }
 
 static void batchnorm2d_backward_fast(Work w) {
@@ -2692,13 +2867,12 @@ static const Kernels fast_kernels = {
                [BATCHNORM2D] = {batchnorm2d_forward_fast, batchnorm2d_backward_fast},
                [RELU] = {forward_by_images, backward_by_images},
                [MAXPOOL2D] = {maxpool2d_forward_fast, backward_by_images},
-               [AVGPOOL2D] = {forward_by_images, backward_by_images},
+               [GLOBAL_AVGPOOL2D] = {forward_by_images, backward_by_images},
                [ADD] = {forward_by_images, backward_by_images},
                [DROPOUT] = {dropout_forward_fast, backward_by_images},
                [LOG_SOFTMAX] = {forward_by_images, backward_by_images}},
     .fuse = fuse_fast,
-    .adadelta = adadelta_fast,
-    .sgd = sgd_fast,
+    .update = {[ADADELTA] = adadelta_fast, [SGD] = sgd_fast},
     .nll_loss = nll_loss,
     .scratch_size = scratch_size_fast,
     .moments_size = no_size,

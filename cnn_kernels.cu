@@ -355,7 +355,7 @@ static void free_graph(void *graph) {
 }
 
 // # PROF  Named ranges of this host thread's time, which Nsight Systems shows above the kernels.
-static void range(RangeLevel level, const char *name) {
+static void range(NsightLevel level, const char *name) {
     static thread_local unsigned open; // bit i: there is a range of level i
     for (unsigned within = open >> level; within; within &= within - 1)
         nvtxRangePop();
@@ -433,25 +433,60 @@ static __device__ unsigned element(void) {
 }
 
 // T is the type of activations and their gradients in memory; kernels compute with 32-bit numbers.
-template <class T> static __device__ real read(const void *from, unsigned i) {
+template <class T> static __device__ real load(const void *from, unsigned i) {
     return (real)((const T *)from)[i];
 }
 
-template <class T> static __device__ void write(void *to, unsigned i, real value) {
+template <class T> static __device__ void store(void *to, unsigned i, real value) {
     ((T *)to)[i] = (T)value;
 }
 
-/* A pack is 16 bytes of neighbouring elements, which one instruction loads or stores: a kernel that
-   uses packs needs a fraction of the instructions, and has more accesses in flight. Kernels that
-   call first_of_pack() have one thread per pack. Tensors begin at multiples of 16 bytes; their last
-   pack may have fewer elements. Compilers unroll loops over a pack, so it stays in registers. */
+// N neighbouring elements in memory, aligned to their size: one instruction loads or stores up to
+// 16 bytes of them.
+template <class T, int N = 16 / sizeof(T)> struct alignas(N * sizeof(T)) Chunk {
+    enum { COUNT = N };
+    T v[N];
+};
+
+// x = the chunk that begins at element i; and the inverse.
+template <class T, int N> static __device__ void load_chunk(real *x, const void *from, unsigned i) {
+    const Chunk<T, N> chunk = *(const Chunk<T, N> *)((const T *)from + i);
+    for (int j = 0; j < N; j++)
+        x[j] = (real)chunk.v[j];
+}
+
+template <class T, int N> static __device__ void store_chunk(void *to, unsigned i, const real *x) {
+    Chunk<T, N> chunk;
+    for (int j = 0; j < N; j++)
+        chunk.v[j] = (T)x[j];
+    *(Chunk<T, N> *)((T *)to + i) = chunk;
+}
+
+// The same at the end of a tensor of `count` elements: those that are there; the others load 0.
+template <class T, int N>
+static __device__ void load_chunk(real *x, const void *from, unsigned i, unsigned count) {
+    if (i + N <= count)
+        return load_chunk<T, N>(x, from, i);
+    for (int j = 0; j < N; j++)
+        x[j] = i + j < count ? load<T>(from, i + j) : 0;
+}
+
+template <class T, int N>
+static __device__ void store_chunk(void *to, unsigned i, unsigned count, const real *x) {
+    if (i + N <= count)
+        return store_chunk<T, N>(to, i, x);
+    for (int j = 0; j < N; j++)
+        if (i + j < count)
+            store<T>(to, i + j, x[j]);
+}
+
+/* A pack is a chunk of 16 bytes in registers: a kernel that uses packs needs a fraction of the
+   instructions, and has more accesses in flight. Kernels that call first_of_pack() have one thread
+   per pack. Tensors begin at multiples of 16 bytes; their last pack may have fewer elements.
+   Compilers unroll loops over a pack, so it stays in registers. */
 template <class T> struct Pack {
     enum { N = 16 / sizeof(T) };
     real v[N];
-};
-template <class T, int N = 16 / sizeof(T)> struct alignas(N * sizeof(T)) Chunk { // in memory
-    enum { COUNT = N };
-    T v[N];
 };
 
 template <class T> static size_t packs(Work w) {
@@ -467,45 +502,20 @@ template <class T> static __device__ unsigned first_of_pack(void) {
     return Pack<T>::N * element();
 }
 
-template <class T> static __device__ Pack<T> load(const void *from, unsigned i, unsigned count) {
-    const bool whole = i + Pack<T>::N <= count;
-    Chunk<T> chunk = {};
+template <class T>
+static __device__ Pack<T> load_pack(const void *from, unsigned i, unsigned count) {
     Pack<T> p;
-    if (whole)
-        chunk = *(const Chunk<T> *)((const T *)from + i);
-    for (int j = 0; j < Pack<T>::N; j++)
-        p.v[j] = whole ? (real)chunk.v[j] : i + j < count ? read<T>(from, i + j) : 0;
+    load_chunk<T, Pack<T>::N>(p.v, from, i, count);
     return p;
 }
 
-template <class T> static __device__ void store(void *to, unsigned i, unsigned count, Pack<T> p) {
-    Chunk<T> chunk;
-    const bool whole = i + Pack<T>::N <= count;
-    for (int j = 0; j < Pack<T>::N; j++)
-        chunk.v[j] = (T)p.v[j];
-    if (whole)
-        *(Chunk<T> *)((T *)to + i) = chunk;
-    for (int j = 0; j < Pack<T>::N; j++)
-        if (!whole && i + j < count)
-            ((T *)to)[i + j] = chunk.v[j];
-}
-
-// x = N neighbouring elements, which are aligned and all there; and the inverse.
-template <class T, int N> static __device__ void read_chunk(real *x, const void *from, unsigned i) {
-    const Chunk<T, N> chunk = *(const Chunk<T, N> *)((const T *)from + i);
-    for (int j = 0; j < N; j++)
-        x[j] = (real)chunk.v[j];
-}
-
-template <class T, int N> static __device__ void write_chunk(void *to, unsigned i, const real *x) {
-    Chunk<T, N> chunk;
-    for (int j = 0; j < N; j++)
-        chunk.v[j] = (T)x[j];
-    *(Chunk<T, N> *)((T *)to + i) = chunk;
+template <class T>
+static __device__ void store_pack(void *to, unsigned i, unsigned count, const Pack<T> &p) {
+    store_chunk<T, Pack<T>::N>(to, i, count, p.v);
 }
 
 // x = COUNT floats in groups of 4, whose beginnings are APART.
-template <int COUNT, int APART> static __device__ void read_fours(real *x, const real *from) {
+template <int COUNT, int APART> static __device__ void load_fours(real *x, const real *from) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
         const float4 four = *(const float4 *)(from + i / 4 * APART);
@@ -545,8 +555,8 @@ struct Window {
 };
 
 static Window window_of(const Layer *l) {
-    return {(int)l->in.h,  (int)l->in.w,   (int)l->in.c,   (int)l->out.h,  (int)l->out.w,
-            (int)l->out.c, (int)l->kernel, (int)l->stride, (int)l->padding};
+    return {(int)l->in.h,  (int)l->in.w,        (int)l->in.c,   (int)l->out.h,  (int)l->out.w,
+            (int)l->out.c, (int)l->kernel_size, (int)l->stride, (int)l->padding};
 }
 
 // A row of the layer table as kernels get it: its Work, and what they need of l, the host's Layer.
@@ -558,13 +568,13 @@ struct Row : Work {
 };
 
 static Row row_of(Work w) {
-    const Layer *l = w.l; // a residual's gradient needs what the ReLU's backward leaves
+    const Layer *l = w.l;
     return {w,
             window_of(l),
             (unsigned)inputs(w),
             (unsigned)outputs(w),
             w.fused.relu || l->kind == RELU,
-            w.fused.relu_backward && !w.residual,
+            w.fused.relu_backward && !w.residual, // else its own kernel comes before
             l->p};
 }
 
@@ -593,12 +603,12 @@ template <class T, bool MASKED> static __global__ void add_backward_kernel(Row r
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
-    Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
-    Pack<T> d = load<T>(r.dout, i, r.outputs),
-            o = MASKED ? load<T>(r.out, i, r.outputs) : Pack<T>();
+    Pack<T> sum = r.accumulate ? load_pack<T>(r.din, i, r.outputs) : Pack<T>();
+    Pack<T> d = load_pack<T>(r.dout, i, r.outputs),
+            o = MASKED ? load_pack<T>(r.out, i, r.outputs) : Pack<T>();
     for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += !MASKED || o.v[j] > 0 ? d.v[j] : 0;
-    store(r.din, i, r.outputs, sum);
+    store_pack(r.din, i, r.outputs, sum);
 }
 
 // dresidual = dout
@@ -631,13 +641,13 @@ template <class T> static __global__ void add_forward_kernel(Row r, Layout, Layo
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
-    Pack<T> sum = load<T>(r.in, i, r.outputs);
-    Pack<T> other = r.residual ? load<T>(r.residual, i, r.outputs) : Pack<T>();
+    Pack<T> sum = load_pack<T>(r.in, i, r.outputs);
+    Pack<T> other = r.residual ? load_pack<T>(r.residual, i, r.outputs) : Pack<T>();
     for (int j = 0; j < Pack<T>::N; j++) {
         sum.v[j] = r.residual ? sum.v[j] + other.v[j] : sum.v[j]; // -0 + 0 would be 0
         sum.v[j] = r.relu && sum.v[j] < 0 ? 0 : sum.v[j];
     }
-    store(r.out, i, r.outputs, sum);
+    store_pack(r.out, i, r.outputs, sum);
 }
 
 /* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
@@ -656,7 +666,7 @@ static __global__ void dropout_forward_kernel(Row r, unsigned size, unsigned blo
         bool kept = (bits[j / 2] >> (16 * (j % 2)) & 0xffff) >= threshold;
         if (block * 8 + j < size) {
             r.saved[i] = kept;
-            write<T>(r.out, i, kept ? read<T>(r.in, i) * (1 / (1 - r.p)) : 0);
+            store<T>(r.out, i, kept ? load<T>(r.in, i) * (1 / (1 - r.p)) : 0);
         }
     }
 }
@@ -676,11 +686,11 @@ template <class T> static __global__ void dropout_backward_kernel(Row r, Layout,
     unsigned i = first_of_pack<T>();
     if (i >= r.outputs)
         return;
-    Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
-    Pack<T> d = load<T>(r.dout, i, r.outputs);
+    Pack<T> sum = r.accumulate ? load_pack<T>(r.din, i, r.outputs) : Pack<T>();
+    Pack<T> d = load_pack<T>(r.dout, i, r.outputs);
     for (int j = 0; j < Pack<T>::N; j++)
         sum.v[j] += i + j < r.outputs && r.saved[i + j] ? d.v[j] * (1 / (1 - r.p)) : 0;
-    store(r.din, i, r.outputs, sum);
+    store_pack(r.din, i, r.outputs, sum);
 }
 
 struct Index { // of an element [image][y][x][c]
@@ -713,7 +723,7 @@ static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
     return valid ? (p.image * s.oh + y / s.stride) * s.ow + x / s.stride : -1;
 }
 
-/* out = the maximum under the window, saved = its tap i * kernel + j, the first if there are
+/* out = the maximum under the window, saved = its tap i * kernel_size + j, the first if there are
    several. A NaN wins.   Traffic: (stride^2 + 1) N elements, N bytes */
 template <class T>
 static __global__ void maxpool2d_forward_kernel(Row r, Layout of_in, Layout of_out) {
@@ -725,13 +735,13 @@ static __global__ void maxpool2d_forward_kernel(Row r, Layout of_in, Layout of_o
     int argmax = 0;
     for (int tap = 0; tap < r.s.kernel * r.s.kernel; tap++) {
         int pixel = input_pixel(r.s, o, tap);
-        real value = pixel >= 0 ? read<T>(r.in, of_in.at(pixel, o.c)) : -INFINITY;
+        real value = pixel >= 0 ? load<T>(r.in, of_in.at(pixel, o.c)) : -INFINITY;
         if (value > best || value != value) {
             best = value;
             argmax = tap;
         }
     }
-    write<T>(r.out, i, best);
+    store<T>(r.out, i, best);
     r.saved[i] = (uint8_t)argmax;
 }
 
@@ -749,17 +759,17 @@ static __global__ void maxpool2d_backward_kernel(Row r, Layout of_in, Layout of_
     const int y = p.y + s.padding, x = p.x + s.padding; // in the padded image
     real sums[N] = {}, d[N];
     if (r.accumulate)
-        read_chunk<T, N>(sums, r.din, i);
+        load_chunk<T, N>(sums, r.din, i);
     for (int oy = min(y / s.stride, s.oh - 1); oy >= 0 && y - oy * s.stride < s.kernel; oy--)
         for (int ox = min(x / s.stride, s.ow - 1); ox >= 0 && x - ox * s.stride < s.kernel; ox--) {
             const int tap = (y - oy * s.stride) * s.kernel + x - ox * s.stride;
             const unsigned at = of_out.at((p.image * s.oh + oy) * s.ow + ox, p.c);
             const Chunk<uint8_t, N> taps = *(const Chunk<uint8_t, N> *)(r.saved + at);
-            read_chunk<T, N>(d, r.dout, at);
+            load_chunk<T, N>(d, r.dout, at);
             for (int j = 0; j < N; j++)
                 sums[j] += taps.v[j] == tap ? d[j] : 0;
         }
-    write_chunk<T, N>(r.din, i, sums);
+    store_chunk<T, N>(r.din, i, sums);
 }
 
 /* The same where windows neither overlap nor reach beyond the image. A thread has N channels of an
@@ -778,7 +788,7 @@ static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layo
     const unsigned apart = of_in.inner == 1 ? of_in.channels : 1; // neighbours in a row
     const Chunk<uint8_t, N> taps = *(const Chunk<uint8_t, N> *)(r.saved + i);
     real d[N];
-    read_chunk<T, N>(d, r.dout, i);
+    load_chunk<T, N>(d, r.dout, i);
     for (int y = 0; y < rows; y++)
 #pragma unroll 1
         for (int x = 0; x < columns; x++) {
@@ -786,10 +796,10 @@ static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layo
             const int tap = x < s.kernel ? y * s.kernel + x : -1;
             real sums[N] = {};
             if (r.accumulate)
-                read_chunk<T, N>(sums, r.din, at);
+                load_chunk<T, N>(sums, r.din, at);
             for (int j = 0; j < N; j++)
                 sums[j] += taps.v[j] == tap ? d[j] : 0;
-            write_chunk<T, N>(r.din, at, sums);
+            store_chunk<T, N>(r.din, at, sums);
         }
 }
 
@@ -802,7 +812,7 @@ template <int N> static size_t output_chunks(Work w) {
 }
 
 template <class T, int N> static void maxpool2d_backward_of(Work w) {
-    if (w.l->stride >= w.l->kernel && w.l->padding == 0)
+    if (w.l->stride >= w.l->kernel_size && w.l->padding == 0)
         each<maxpool2d_backward_apart_kernel<T, N>, output_chunks<N>>(w);
     else
         each<maxpool2d_backward_kernel<T, N>, input_chunks<N>>(w);
@@ -816,23 +826,25 @@ template <class T> static void maxpool2d_backward(Work w) {
 }
 
 // out[n][c] = mean over the pixels.   Traffic: (pixels + 1) N elements
-template <class T> static __global__ void avgpool2d_forward_kernel(Row r, Layout of_in, Layout) {
+template <class T>
+static __global__ void global_avgpool2d_forward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = element(), pixels = r.s.h * r.s.w;
     if (i >= r.outputs)
         return;
     real sum = 0;
     for (unsigned p = 0; p < pixels; p++)
-        sum += read<T>(r.in, of_in.at(i / r.s.c * pixels + p, i % r.s.c));
-    write<T>(r.out, i, sum / pixels);
+        sum += load<T>(r.in, of_in.at(i / r.s.c * pixels + p, i % r.s.c));
+    store<T>(r.out, i, sum / pixels);
 }
 
 // din[n][pixel][c] = dout[n][c] / pixels; += if accumulate.   Traffic: N elements
-template <class T> static __global__ void avgpool2d_backward_kernel(Row r, Layout of_in, Layout) {
+template <class T>
+static __global__ void global_avgpool2d_backward_kernel(Row r, Layout of_in, Layout) {
     unsigned i = element(), pixels = r.s.h * r.s.w;
     if (i >= r.inputs)
         return;
     unsigned from = i / r.s.c / pixels * r.s.c + of_in.channel(i);
-    write<T>(r.din, i, read<T>(r.dout, from) / pixels + (r.accumulate ? read<T>(r.din, i) : 0));
+    store<T>(r.din, i, load<T>(r.dout, from) / pixels + (r.accumulate ? load<T>(r.din, i) : 0));
 }
 
 // to = step, which is copied when the kernel is queued: the host does not wait.
@@ -879,18 +891,19 @@ template <class T, class RULE> static __global__ void update_kernel(Update u) {
     unsigned i = first_of_pack<real>();
     if (i >= u.count || (u.scale && u.scale->not_finite))
         return;
-    Pack<real> p = load<real>(u.param, i, u.count), g = load<real>(u.grad, i, u.count), state[2];
+    Pack<real> p = load_pack<real>(u.param, i, u.count), g = load_pack<real>(u.grad, i, u.count),
+               state[2];
     for (int k = 0; k < 2; k++)
-        state[k] = k < RULE::states(u) ? load<real>(u.state[k], i, u.count) : Pack<real>();
+        state[k] = k < RULE::states(u) ? load_pack<real>(u.state[k], i, u.count) : Pack<real>();
     for (int j = 0; j < Pack<real>::N; j++)
         p.v[j] = RULE::updated(u, p.v[j], fmaf(decay, p.v[j], g.v[j] * unscale), state[0].v[j],
                                state[1].v[j]);
     for (int k = 0; k < 2; k++)
         if (k < RULE::states(u))
-            store(u.state[k], i, u.count, state[k]);
-    store(u.param, i, u.count, p);
-    for (int j = 0; sizeof(T) < sizeof(real) && j < Pack<real>::N && i + j < u.count; j++)
-        write<T>(u.param16, i + j, p.v[j]);
+            store_pack(u.state[k], i, u.count, state[k]);
+    store_pack(u.param, i, u.count, p);
+    if (sizeof(T) < sizeof(real))
+        store_chunk<T, Pack<real>::N>(u.param16, i, u.count, p.v);
 }
 
 template <class T, class RULE> static void update(Update u) {
@@ -903,7 +916,7 @@ template <class T, class RULE> static void update(Update u) {
 // scale->not_finite += the number of gradients that are not finite.   Traffic: 4 N bytes
 static __global__ void count_not_finite_kernel(LossScale *scale, const real *grad, unsigned count) {
     unsigned i = first_of_pack<real>(), bad = 0;
-    Pack<real> g = load<real>(grad, min(i, count), count);
+    Pack<real> g = load_pack<real>(grad, min(i, count), count);
     for (int j = 0; j < Pack<real>::N; j++)
         bad += !(fabsf(g.v[j]) < INFINITY);
     if (bad > 0)
@@ -916,7 +929,7 @@ static void count_not_finite(LossScale *scale, const real *grad, size_t count) {
 
 // The rule that struct LossScale explains.   One thread
 static __global__ void adjust_scale_kernel(LossScale *s) {
-    const bool skipped = s->not_finite > 0, grows = !skipped && s->steps + 1 == SCALE_STEPS;
+    const bool skipped = s->not_finite > 0, grows = !skipped && s->steps + 1 == GROWTH_INTERVAL;
     s->scale *= skipped ? .5f : grows ? 2 : 1;
     s->steps = skipped || grows ? 0 : s->steps + 1;
     s->skipped += skipped;
@@ -935,6 +948,23 @@ static void adjust_scale(LossScale *scale) {
 static __device__ real byte_at(const uint8_t *image, Shape s, int y, int x, int c) {
     bool inside = y >= 0 && x >= 0 && y < (int)s.h && x < (int)s.w;
     return inside ? image[(y * s.w + x) * s.c + c] : 0;
+}
+
+// fields = the displacements of all pixels, down and right, as draw_field() of cnn.c draws them,
+// but not yet blurred. One thread draws the four numbers of a Philox block.
+static __device__ void draw_fields(real *fields, int pixels, size_t position,
+                                   const RandomKey &key) {
+    const int blocks = (pixels + 3) / 4;
+    for (int i = threadIdx.x; i < 2 * blocks; i += THREADS) {
+        const int field = i / blocks, first = i % blocks * 4;
+        uint32_t bits[4];
+        philox4x32(bits, (uint32_t)(1 + field * pixels + first), (uint32_t)position,
+                   (uint32_t)key.epoch, DRAW_AUGMENT, key.seed);
+        for (int j = 0; j < 4; j++)
+            if (first + j < pixels)
+                fields[field * pixels + first + j] = ELASTIC_ALPHA * (2 * uniform(bits[j]) - 1);
+    }
+    __syncthreads();
 }
 
 // to = from blurred along rows or columns: the sum of by[|d|] * from[i + d]
@@ -974,18 +1004,13 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, L
     const unsigned bytes = pixels * r.shape.c, size = bytes * factor * factor;
     const size_t position = position_of(*key, blockIdx.x), image = r.order[position];
     const bool crop_flip = r.augment == AUGMENT_CROP_FLIP, elastic = r.augment == AUGMENT_ELASTIC;
-    uint32_t bits[4];
-    for (int i = threadIdx.x; elastic && i < 2 * pixels; i += THREADS) {
-        int field = i / pixels, at = i % pixels;
-        philox4x32(bits, (uint32_t)(1 + field * pixels + at / 4 * 4), (uint32_t)position,
-                   (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
-        fields[i] = ELASTIC_ALPHA * (2 * uniform(bits[at % 4]) - 1);
-    }
-    __syncthreads();
+    if (elastic)
+        draw_fields(fields, pixels, position, *key);
     for (int field = 0; elastic && field < 2; field++) {
         blur(fields + 2 * pixels, fields + field * pixels, r.blur, h, w, true);
         blur(fields + field * pixels, fields + 2 * pixels, r.blur, h, w, false);
     }
+    uint32_t bits[4];
     philox4x32(bits, 0, (uint32_t)position, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
     const bool flipped = crop_flip && bits[2] & 1;
     const int moved_down = crop_flip ? (int)(bits[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
@@ -1037,7 +1062,7 @@ template <class T>
 static __global__ void convert_kernel(void *out, const real *in, Layout layout, unsigned count) {
     unsigned i = element();
     if (i < count)
-        write<T>(out, i, in[layout.pixel(i) * layout.channels + layout.channel(i)]);
+        store<T>(out, i, in[layout.pixel(i) * layout.channels + layout.channel(i)]);
 }
 
 // The images that a loader has made.
@@ -1157,16 +1182,16 @@ static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
     real d[N] = {}, x[N] = {};
     KIND kinds[N];
     if (KIND::READS_IN)
-        read_chunk<T, N>(x, r.in, layout.at(begin, c));
+        load_chunk<T, N>(x, r.in, layout.at(begin, c));
     for (int j = 0; j < N; j++)
         kinds[j].begin(r, c + j, x[j]);
 #pragma unroll 4
     for (unsigned p = begin + threadIdx.y; p < end; p += blockDim.y) {
         const unsigned i = layout.at(p, c);
         if (KIND::READS_DOUT)
-            read_chunk<T, N>(d, r.dout, i);
+            load_chunk<T, N>(d, r.dout, i);
         if (KIND::READS_IN)
-            read_chunk<T, N>(x, r.in, i);
+            load_chunk<T, N>(x, r.in, i);
         for (int j = 0; j < N; j++)
             kinds[j].add(d[j], x[j]);
     }
@@ -1183,7 +1208,7 @@ static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
         a += sums[0][y * width + own];
         b += sums[1][y * width + own];
     }
-    const real shift = KIND::READS_IN ? read<T>(r.in, layout.at(begin, first + own)) : 0;
+    const real shift = KIND::READS_IN ? load<T>(r.in, layout.at(begin, first + own)) : 0;
     const Sum sum = KIND::of_slice((real)(end - begin), shift, a, b);
     r.scratch[(2 * blockIdx.y) * channels + first + own] = sum.a;
     r.scratch[(2 * blockIdx.y + 1) * channels + first + own] = sum.b;
@@ -1245,7 +1270,7 @@ template <class T>
 static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout layout) {
     Pack<T> p;
     if (layout.inner == 1 && layout.channels % Pack<T>::N == 0) {
-        read_fours<Pack<T>::N, 4>(p.v, values + layout.channel(i));
+        load_fours<Pack<T>::N, 4>(p.v, values + layout.channel(i));
         return p;
     }
     for (int j = 0; j < Pack<T>::N; j++)
@@ -1262,8 +1287,8 @@ template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout
     const real *spreads = r.stats + (r.key ? BATCH_INVERSE_STD : RUNNING_VARIANCE) * r.s.c;
     if (i >= r.outputs)
         return;
-    Pack<T> x = load<T>(r.in, i, r.outputs);
-    Pack<T> other = r.residual ? load<T>(r.residual, i, r.outputs) : Pack<T>();
+    Pack<T> x = load_pack<T>(r.in, i, r.outputs);
+    Pack<T> other = r.residual ? load_pack<T>(r.residual, i, r.outputs) : Pack<T>();
     Pack<T> mean = of_channels<T>(means, i, of_in);
     Pack<T> spread = of_channels<T>(spreads, i, of_in);
     Pack<T> scale = of_channels<T>(r.weight, i, of_in), shift = of_channels<T>(r.bias, i, of_in);
@@ -1272,7 +1297,7 @@ template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout
         real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other.v[j];
         x.v[j] = r.relu && value < 0 ? 0 : value;
     }
-    store(r.out, i, r.outputs, x);
+    store_pack(r.out, i, r.outputs, x);
 }
 
 template <class T> static void batchnorm2d_forward(Work w) {
@@ -1289,8 +1314,8 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
     if (i >= r.outputs)
         return;
     const real share = 1 / (real)(r.outputs / r.s.c);
-    Pack<T> sum = r.accumulate ? load<T>(r.din, i, r.outputs) : Pack<T>();
-    Pack<T> x = load<T>(r.in, i, r.outputs), d = load<T>(r.dout, i, r.outputs);
+    Pack<T> sum = r.accumulate ? load_pack<T>(r.din, i, r.outputs) : Pack<T>();
+    Pack<T> x = load_pack<T>(r.in, i, r.outputs), d = load_pack<T>(r.dout, i, r.outputs);
     Pack<T> scale = of_channels<T>(r.weight, i, of_in);
     Pack<T> shift = r.relu_backward ? of_channels<T>(r.bias, i, of_in) : Pack<T>();
     Pack<T> mean = of_channels<T>(r.stats + BATCH_MEAN * r.s.c, i, of_in);
@@ -1305,7 +1330,7 @@ template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layou
         sum.v[j] += scale.v[j] * inverse.v[j] *
                     (d.v[j] - sums.v[j] * share - distance * (products.v[j] * share));
     }
-    store(r.din, i, r.outputs, sum);
+    store_pack(r.din, i, r.outputs, sum);
 }
 
 template <class T> static void batchnorm2d_backward(Work w) {
@@ -1316,7 +1341,8 @@ template <class T> static void batchnorm2d_backward(Work w) {
 
 /* ==== 4. Softmax and loss =======================================================================
 
-   log_softmax: one warp per image. Each lane reads every 32nd class; shuffles join the lanes. */
+   One warp per image: each lane reads every 32nd class; shuffles join the lanes. The loss has a
+   kernel of its own, since it is no layer: with --parallel dp, one rank computes it for all. */
 
 static __device__ real warp_sum(real value) {
     for (int lane = WARP / 2; lane > 0; lane /= 2)
@@ -1339,13 +1365,13 @@ template <class T> static __global__ void log_softmax_forward_kernel(Row r, Layo
     if (image >= r.n) // true of whole warps only
         return;
     for (unsigned i = begin + lane; i < end; i += WARP)
-        largest = fmaxf(largest, read<T>(r.in, i));
+        largest = fmaxf(largest, load<T>(r.in, i));
     largest = warp_max(largest);
     for (unsigned i = begin + lane; i < end; i += WARP)
-        sum += expf(read<T>(r.in, i) - largest);
+        sum += expf(load<T>(r.in, i) - largest);
     real log_sum = largest + logf(warp_sum(sum));
     for (unsigned i = begin + lane; i < end; i += WARP)
-        r.out[i] = read<T>(r.in, i) - log_sum;
+        r.out[i] = load<T>(r.in, i) - log_sum;
 }
 
 // din[k] = dout[k] - exp(out[k]) * sum of dout.   Grid as above.   Traffic: N elements, 8 N bytes
@@ -1359,40 +1385,57 @@ template <class T> static __global__ void log_softmax_backward_kernel(Row r, Lay
         sum += r.dout[i];
     sum = warp_sum(sum);
     for (unsigned i = begin + lane; i < end; i += WARP)
-        write<T>(r.din, i, r.dout[i] - expf(r.out[i]) * sum);
+        store<T>(r.din, i, r.dout[i] - expf(r.out[i]) * sum);
 }
 
 static size_t lanes(Work w) {
     return w.n * WARP;
 }
 
-// The most likely class of an image, the first of several
+// Returns in lane 0 the most likely class of an image, the first of several; other lanes' values
+// mean nothing.
 static __device__ int most_likely(const real *logp, int classes) {
-    int best = 0;
-    for (int k = 1; k < classes; k++)
-        best = logp[k] > logp[best] ? k : best;
+    int best = threadIdx.x % WARP;
+    real largest = best < classes ? logp[best] : -INFINITY;
+    for (int k = best + WARP; k < classes; k += WARP)
+        if (logp[k] > largest) {
+            largest = logp[k];
+            best = k;
+        }
+    for (int lane = WARP / 2; lane > 0; lane /= 2) {
+        const real other = __shfl_down_sync(0xffffffffu, largest, lane);
+        const int k = __shfl_down_sync(0xffffffffu, best, lane);
+        if (other > largest || (other == largest && k < best)) {
+            largest = other;
+            best = k;
+        }
+    }
     return best;
 }
 
-// The formulas are in nll_loss() of cnn.c. One thread per image.   Traffic: 8 N bytes
+// The formulas are in nll_loss() of cnn.c. Grid as above.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *correct, real *dlogp, const real *logp,
                                        const uint8_t *labels, unsigned n, unsigned batch,
                                        int classes, real at_label, real elsewhere,
                                        LossScale *scale) {
-    unsigned i = element();
-    if (i >= n)
+    const unsigned image = element() / WARP, begin = image * classes;
+    const int lane = threadIdx.x % WARP;
+    if (image >= n) // true of whole warps only
         return;
-    const int label = labels[i]; // before dlogp is written, which the compiler takes for an alias
+    const int label = labels[image], best = most_likely(logp + begin, classes);
     const real factor = scale ? scale->scale : 1;
-    correct[i] = most_likely(logp + i * classes, classes) == label;
     real loss = 0;
-    for (int k = 0; k < classes; k++) {
-        real target = k == label ? at_label : elsewhere;
-        loss -= target > 0 ? target * logp[i * classes + k] : 0; // 0 * -Inf is not 0
+    for (int k = lane; k < classes; k += WARP) {
+        const real target = k == label ? at_label : elsewhere;
+        loss -= target > 0 ? target * logp[begin + k] : 0; // 0 * -Inf is not 0
         if (dlogp)
-            dlogp[i * classes + k] = -target / (real)batch * factor;
+            dlogp[begin + k] = -target / (real)batch * factor;
     }
-    losses[i] = loss;
+    loss = warp_sum(loss);
+    if (lane > 0)
+        return;
+    losses[image] = loss;
+    correct[image] = best == label;
     if (scale && !(fabsf(loss) < INFINITY))
         atomicAdd(&scale->not_finite, 1);
 }
@@ -1401,7 +1444,7 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
                      const uint8_t *labels, size_t n, size_t batch, size_t classes,
                      double smoothing, LossScale *scale) {
     real elsewhere = (real)(smoothing / (double)classes);
-    LAUNCH(nll_loss_kernel, n, losses, correct, dlogp, logp, labels, n, batch, (int)classes,
+    LAUNCH(nll_loss_kernel, n * WARP, losses, correct, dlogp, logp, labels, n, batch, (int)classes,
            (real)(1 - smoothing) + elsewhere, elsewhere, scale);
 }
 
@@ -1601,65 +1644,115 @@ template <class T> static __device__ T *in_global(T *address) {
     return address;
 }
 
-/* One thread's share of reading an operand's tile of LINES x DEPTH elements, DEPTH of K, and the
-   next ones along K, by LOADERS threads, in chunks of CHUNK elements that are neighbours in memory.
-   Neighbouring threads read neighbouring chunks: ALONG_K, of the same line, so that a thread has
-   one k and several lines; otherwise of the same k. A chunk is read in pieces of WIDTH. Lines
-   beyond the matrix read its last ones; what is computed with them is not stored. */
-template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, bool ALONG_K, int CHUNK,
-          int WIDTH>
-struct TileReader {
-    enum { ACROSS = (ALONG_K ? DEPTH : LINES) / CHUNK, APART = LOADERS / ACROSS };
-    enum { COUNT = LINES * DEPTH / CHUNK / LOADERS, PIECES = CHUNK / WIDTH };
-    enum { OF_K = ALONG_K ? PIECES : COUNT, OF_LINES = ALONG_K ? COUNT : PIECES };
-    enum { NEXT_K = ALONG_K ? WIDTH : APART, NEXT_LINE = ALONG_K ? APART : WIDTH };
-    enum { ONE_DIGIT = !IMAGE && !ALONG_K }; // the number of a matrix's line
-    Place lines[OF_LINES];                   // of the index that stays: a row of A or column of B
-    Digits k_digits, next, next_tile;
-    int across, along, first_k; // this thread's first chunk; which k that is
-    __device__ TileReader(const Operand<T> &o, int first, int count, int begin) {
-        across = threadIdx.x % ACROSS * CHUNK;
-        along = threadIdx.x / ACROSS;
-        first_k = ALONG_K ? across : along;
-        k_digits = k_number(o, begin + first_k);
-        next = k_number(o, (int)NEXT_K);
-        next_tile = k_number(o, DEPTH - (OF_K - 1) * NEXT_K);
-        const Axis &other = ALONG_K ? o.line : o.column;
+/* ---- Walks: the elements of an operand that a thread loads, tile after tile along K. A tile has
+   LINES (rows of A or columns of B) by DEPTH of K. Each of LOADERS threads has COUNT chunks of it.
+   A chunk is CHUNK elements that are neighbours in memory; pieces of WIDTH elements are loaded at
+   once. Neighbouring threads have neighbouring chunks. In which direction neighbours lie makes the
+   difference between the three walks:
+
+     AlongK         along K: of one line        A of forward; A and B of the data gradient
+     ImageAcrossK   across K: of one pixel      A of the weight gradient
+     MatrixAcrossK  across K: of one row        B of forward and of the weight gradient
+
+   `inner` is a thread's first element in the direction of neighbours, in which INNER threads lie
+   side by side; `outer` is its first chunk in the other direction, and its chunks are APART there.
+   Constructors get the first line of the tile, the number of lines of the operand, and k of the
+   first tile. Lines beyond the operand load its last ones; what is computed with them is not
+   stored. each(o, k, end, load) calls load(chunk, piece, address, valid) for all pieces of the tile
+   at k, which must follow the last call's. A piece that is not valid counts as 0: it is outside of
+   the image, or not below `end`. */
+template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, int CHUNK, int WIDTH>
+struct AlongK {
+    enum { INNER = DEPTH / CHUNK, APART = LOADERS / INNER };
+    enum { COUNT = LINES / APART, PIECES = CHUNK / WIDTH };
+    int inner = threadIdx.x % INNER * CHUNK, outer = threadIdx.x / INNER;
+    Place lines[COUNT];
+    Digits k_digits, next_piece, next_tile;
+    __device__ AlongK(const Operand<T> &o, int first, int count, int begin) {
+        k_digits = o.column.digits(begin + inner);
+        next_piece = o.column.digits(WIDTH);
+        next_tile = o.column.digits(DEPTH - (PIECES - 1) * WIDTH);
 #pragma unroll
-        for (int i = 0; i < OF_LINES; i++) {
-            int line = first + (ALONG_K ? along : across) + i * NEXT_LINE;
-            line = min(line, count - (ALONG_K ? 1 : WIDTH));
-            lines[i] = o.origin + other.place(other.digits(line));
+        for (int i = 0; i < COUNT; i++) {
+            const int line = min(first + outer + i * APART, count - 1);
+            lines[i] = o.origin + o.line.place(o.line.digits(line));
         }
     }
-    __device__ static const Axis &axis_of_k(const Operand<T> &o) {
-        return ALONG_K ? o.column : o.line;
-    }
-    __device__ static Digits k_number(const Operand<T> &o, int k) {
-        return ONE_DIGIT ? Digits{k, 0, 0} : axis_of_k(o).digits(k);
-    }
-    // Calls take(chunk, piece, address, valid) for the tile at k, which follows the last call's.
-    // Not valid: 0, since it is outside of the image or not below `end`.
-    template <class Take>
-    __device__ void read(const Operand<T> &o, int k, int end, const Take &take) {
+    template <class Load>
+    __device__ void each(const Operand<T> &o, int k, int end, const Load &load) {
 #pragma unroll
-        for (int i = 0; i < OF_K; i++) {
-            const Place place = axis_of_k(o).place(k_digits);
-            const bool exists = k + first_k + i * NEXT_K < end;
+        for (int piece = 0; piece < PIECES; piece++) {
+            const Place place = o.column.place(k_digits);
+            const bool exists = k + inner + piece * WIDTH < end;
 #pragma unroll
-            for (int j = 0; j < OF_LINES; j++) {
-                const Place p = lines[j] + place;
-                take(ALONG_K ? j : i, ALONG_K ? i : j, o.data + p.offset,
-                     (!IMAGE || o.inside(p)) && exists);
+            for (int i = 0; i < COUNT; i++) {
+                const Place p = lines[i] + place;
+                load(i, piece, o.data + p.offset, (!IMAGE || o.inside(p)) && exists);
             }
-            const Digits &step = ALONG_K && i == OF_K - 1 ? next_tile : next;
-            if (ONE_DIGIT)
-                k_digits.a += NEXT_K;
-            else
-                axis_of_k(o).add(k_digits, step);
+            o.column.add(k_digits, piece < PIECES - 1 ? next_piece : next_tile);
         }
     }
 };
+
+template <class T, int LINES, int DEPTH, int LOADERS, int CHUNK, int WIDTH> struct ImageAcrossK {
+    enum { INNER = LINES / CHUNK, APART = LOADERS / INNER };
+    enum { COUNT = DEPTH / APART, PIECES = CHUNK / WIDTH };
+    int inner = threadIdx.x % INNER * CHUNK, outer = threadIdx.x / INNER;
+    Place lines[PIECES];
+    Digits k_digits, next;
+    __device__ ImageAcrossK(const Operand<T> &o, int first, int count, int begin) {
+        k_digits = o.line.digits(begin + outer);
+        next = o.line.digits(APART);
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++) {
+            const int line = min(first + inner + piece * WIDTH, count - WIDTH);
+            lines[piece] = o.origin + o.column.place(o.column.digits(line));
+        }
+    }
+    template <class Load>
+    __device__ void each(const Operand<T> &o, int k, int end, const Load &load) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const Place place = o.line.place(k_digits);
+            const bool exists = k + outer + i * APART < end;
+#pragma unroll
+            for (int piece = 0; piece < PIECES; piece++) {
+                const Place p = lines[piece] + place;
+                load(i, piece, o.data + p.offset, o.inside(p) && exists);
+            }
+            o.line.add(k_digits, next);
+        }
+    }
+};
+
+template <class T, int LINES, int DEPTH, int LOADERS, int CHUNK, int WIDTH> struct MatrixAcrossK {
+    enum { INNER = LINES / CHUNK, APART = LOADERS / INNER };
+    enum { COUNT = DEPTH / APART, PIECES = CHUNK / WIDTH };
+    int inner = threadIdx.x % INNER * CHUNK, outer = threadIdx.x / INNER;
+    int lines[PIECES];
+    __device__ MatrixAcrossK(const Operand<T> &, int first, int count, int) {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++)
+            lines[piece] = min(first + inner + piece * WIDTH, count - WIDTH);
+    }
+    template <class Load>
+    __device__ void each(const Operand<T> &o, int k, int end, const Load &load) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int row = k + outer + i * APART;
+#pragma unroll
+            for (int piece = 0; piece < PIECES; piece++) // the offset in 32 bits: one addition less
+                load(i, piece, o.data + (row * o.line.offset_a + lines[piece]), row < end);
+        }
+    }
+};
+
+template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, bool ALONG_K, int CHUNK,
+          int WIDTH>
+using Walk = std::conditional_t<
+    ALONG_K, AlongK<T, LINES, DEPTH, LOADERS, IMAGE, CHUNK, WIDTH>,
+    std::conditional_t<IMAGE, ImageAcrossK<T, LINES, DEPTH, LOADERS, CHUNK, WIDTH>,
+                       MatrixAcrossK<T, LINES, DEPTH, LOADERS, CHUNK, WIDTH>>>;
 
 // Where C is stored, and what is done with its elements then (the epilogue).
 template <class O> struct Result {
@@ -1765,28 +1858,30 @@ static __device__ Result<real> part_of(const Product<T, O> &p, int split) {
 }
 
 /* LAB 5.0 BEGIN gemm_kernel */
-/* Loads a tile into shared memory [k][line]; between fetch() and put(), arithmetic can be done. A
-   line is padded by 4 numbers: otherwise the threads that store the numbers of one line would use
-   the same of the 32 banks, and be serialised (with the padding, pairs of them still are). */
-template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
-struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> {
-    typedef TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Reader;
-    enum { COUNT = Reader::COUNT, PITCH = LINES + 4 };
-    Chunk<real, WIDTH> chunks[COUNT];
-    using Reader::Reader;
-    __device__ void fetch(const Operand<real> &o, int k, int end) {
-        this->read(o, k, end, [&](int i, int, const real *from, bool valid) {
+/* load() loads a tile into registers, store() stores it in shared memory, [k][line]; arithmetic can
+   be done in between. A line is padded by 4 numbers: otherwise the threads that store the numbers
+   of one line would use the same of the 32 banks, and be serialised (with the padding, pairs of
+   them still are). */
+template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct TileLoader {
+    typedef Walk<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Chunks;
+    enum { PITCH = LINES + 4 };
+    Chunks walk;
+    Chunk<real, WIDTH> chunks[Chunks::COUNT];
+    __device__ TileLoader(const Operand<real> &o, int first, int count, int begin)
+        : walk(o, first, count, begin) {}
+    __device__ void load(const Operand<real> &o, int k, int end) {
+        walk.each(o, k, end, [&](int i, int, const real *from, bool valid) {
             chunks[i] = valid ? *(const Chunk<real, WIDTH> *)in_global(from) : Chunk<real, WIDTH>{};
         });
     }
-    __device__ void put(real *tile) const {
+    __device__ void store(real *tile) const {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const int along = this->along + i * Reader::APART;
-            Chunk<real, WIDTH> *line = (Chunk<real, WIDTH> *)(tile + along * PITCH + this->across);
+        for (int i = 0; i < Chunks::COUNT; i++) {
+            const int outer = walk.outer + i * Chunks::APART;
+            Chunk<real, WIDTH> *line = (Chunk<real, WIDTH> *)(tile + outer * PITCH + walk.inner);
 #pragma unroll
             for (int j = 0; j < WIDTH; j++)
-                (ALONG_K ? tile[(this->across + j) * PITCH + along] : line->v[j]) = chunks[i].v[j];
+                (ALONG_K ? tile[(walk.inner + j) * PITCH + outer] : line->v[j]) = chunks[i].v[j];
         }
     }
 };
@@ -1803,32 +1898,32 @@ struct TileLoader : TileReader<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WID
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
 static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
     gemm_kernel(Product<real, real> p) {
-    using LoadA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K, WIDTH>;
-    using LoadB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
-    enum { SIZE_A = TILE_K * LoadA::PITCH, SIZE_B = TILE_K * LoadB::PITCH };
+    using LoaderA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K, WIDTH>;
+    using LoaderB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
+    enum { SIZE_A = TILE_K * LoaderA::PITCH, SIZE_B = TILE_K * LoaderB::PITCH };
     __shared__ __align__(16) real tiles[2][SIZE_A + SIZE_B]; // read as float4
     const Job job = job_of_block<T, B_ALONG_K>(p, TILE_K);
-    LoadA load_a(p.a, job.row, p.rows, job.begin);
-    LoadB load_b(p.b, job.column, p.columns, job.begin);
+    LoaderA of_a(p.a, job.row, p.rows, job.begin);
+    LoaderB of_b(p.b, job.column, p.columns, job.begin);
     enum { APART_M = T::M * 4 / T::ROWS, APART_N = T::N * 4 / T::COLUMNS }; // of a thread's groups
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, WARPS_N = APART_N / 32;
     const int row = (warp / WARPS_N * 4 + lane / 8) * 4;
     const int column = (warp % WARPS_N * 8 + lane % 8) * 4;
     real sums[T::ROWS][T::COLUMNS] = {};
-    load_a.fetch(p.a, job.begin, job.end);
-    load_b.fetch(p.b, job.begin, job.end);
+    of_a.load(p.a, job.begin, job.end);
+    of_b.load(p.b, job.begin, job.end);
     for (int k = job.begin, buffer = 0; k < job.end; k += TILE_K, buffer ^= 1) {
         real *tile_a = tiles[buffer], *tile_b = tile_a + SIZE_A;
-        load_a.put(tile_a);
-        load_b.put(tile_b);
-        load_a.fetch(p.a, k + TILE_K, job.end); // before the barrier: compilers would move loads
-        load_b.fetch(p.b, k + TILE_K, job.end); // that come after it past the arithmetic
+        of_a.store(tile_a);
+        of_b.store(tile_b);
+        of_a.load(p.a, k + TILE_K, job.end); // before the barrier: compilers would move loads
+        of_b.load(p.b, k + TILE_K, job.end); // that come after it past the arithmetic
         __syncthreads(); // the tiles are complete; nobody reads those before the last any more
 #pragma unroll
         for (int d = 0; d < TILE_K; d++) {
             real x[T::ROWS], y[T::COLUMNS];
-            read_fours<T::ROWS, APART_M>(x, tile_a + d * LoadA::PITCH + row);
-            read_fours<T::COLUMNS, APART_N>(y, tile_b + d * LoadB::PITCH + column);
+            load_fours<T::ROWS, APART_M>(x, tile_a + d * LoaderA::PITCH + row);
+            load_fours<T::COLUMNS, APART_N>(y, tile_b + d * LoaderB::PITCH + column);
 #pragma unroll
             for (int i = 0; i < T::ROWS; i++)
 #pragma unroll
@@ -1851,15 +1946,24 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
 }
 /* LAB 5.0 END */
 
-// out = the sum of all splits, then the epilogue.   Traffic: 4 splits N bytes, N elements
-template <class P> static __global__ void join_splits_kernel(P p) {
-    unsigned i = element();
+// out = the sum of all splits, then the epilogue, of WIDTH neighbours in a row by each thread.
+// Traffic: 4 splits N bytes, N elements
+template <int WIDTH, class T, class O> static __global__ void join_splits_kernel(Product<T, O> p) {
+    const unsigned i = WIDTH * element();
     if (i >= p.elements)
         return;
-    real sum = 0;
-    for (int split = 0; split < p.splits; split++)
-        sum += p.parts[split * p.elements + i];
-    p.c.out[i] = p.c.value(&p.c.out[i], (int)(i % p.columns), sum);
+    real sums[WIDTH] = {}, part[WIDTH];
+    for (int split = 0; split < p.splits; split++) {
+        load_chunk<real, WIDTH>(part, p.parts, split * p.elements + i);
+        for (int j = 0; j < WIDTH; j++)
+            sums[j] += part[j];
+    }
+    Chunk<O, WIDTH> *to = (Chunk<O, WIDTH> *)(p.c.out + i), chunk = {};
+    if (p.c.accumulate)
+        chunk = *to;
+    for (int j = 0; j < WIDTH; j++)
+        chunk.v[j] = p.c.value(&chunk.v[j], (int)(i % p.columns) + j, sums[j]);
+    *to = chunk;
 }
 
 /* ---- Launches. Where C has too few tiles to occupy a GPU, K is split among blocks (split-K): into
@@ -1875,8 +1979,9 @@ static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth
 
 static bool stores_moments(const Layer *conv, size_t n) {
     const size_t pixels = conv ? n * conv->out.h * conv->out.w : 0;
+    const size_t depth = conv ? conv->kernel_size * conv->kernel_size * conv->in.c : 0;
     return conv && conv->bias_count == 0 && pixels % CONV_SLICE == 0 &&
-           splits_of(pixels, conv->out.c, 1, conv->kernel * conv->kernel * conv->in.c) == 1;
+           splits_of(pixels, conv->out.c, 1, depth) == 1;
 }
 
 static size_t moments_size(const Layer *conv, size_t n) {
@@ -1907,10 +2012,13 @@ template <class T, class O>
 static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
     const size_t tiles = ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n);
     const dim3 grid(tiles, 1, p.splits * p.phases.stride * p.phases.stride);
-    auto *gemm_kernel = v.kernel, *join_splits = join_splits_kernel<Product<T, O>>;
+    auto *gemm_kernel = v.kernel;
     LAUNCH_GRID(gemm_kernel, grid, v.threads, v.bytes, p);
-    if (p.splits > 1)
-        LAUNCH(join_splits, p.elements, p);
+    if (p.splits == 1)
+        return;
+    const size_t width = p.columns % 4 == 0 ? 4 : 1;
+    auto *join_splits = width == 4 ? join_splits_kernel<4, T, O> : join_splits_kernel<1, T, O>;
+    LAUNCH(join_splits, p.elements / width, p);
 }
 
 // # EXTRA  --autotune on: the variant with the least mean time of 3 launches, after one to load it.
@@ -2150,41 +2258,58 @@ static constexpr int COMPILED_SM = 90; // the emulator has all of it
 #define PTX_SM_80 PTX
 #endif
 
-// d[16][8] += a[16][K] * b[K][8]. K: 16, of floats 8. The layout is shown at struct Fragments.
-#define MMA(T, emulated, shape)                                                        \
-    static __device__ void mma(T, real *d, const uint32_t *a, const uint32_t *b) {     \
-        PTX_SM_80(emulated(d, a, b, d),                                                \
-                  "mma.sync.aligned." shape                                            \
-                  ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"         \
-                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
-                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
-    }
-MMA(real, emu_mma_m16n8k8_tf32, "m16n8k8.row.col.f32.tf32.tf32")
-MMA(__nv_bfloat16, emu_mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16")
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // each half of K by an instruction of its own
+// d[16][8] += a[16][16] * b[16][8] of 16-bit elements, a[16][8] * b[8][8] of floats. The layout in
+// the lanes' registers is shown at struct Fragments.
+static __device__ void mma(__nv_bfloat16, real *d, const uint32_t *a, const uint32_t *b) {
+    PTX_SM_80(emu_mma_m16n8k16_bf16(d, a, b, d),
+              "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+              "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+static __device__ void mma(real, real *d, const uint32_t *a, const uint32_t *b) {
+    PTX_SM_80(emu_mma_m16n8k8_tf32(d, a, b, d),
+              "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+              "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 static __device__ void mma(__half, real *d, const uint32_t *a, const uint32_t *b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // each half of K by an instruction of its own
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        PTX(, "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-              "{%0,%1,%2,%3};"
+        PTX(, "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+              "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
-}
 #else
-MMA(__half, emu_mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16")
+    PTX(emu_mma_m16n8k16_f16(d, a, b, d), "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                                          "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
+}
 
-// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
-#define LDMATRIX(name, transposed, trans)                                            \
-    static __device__ void name(uint32_t *r, const void *row) {                      \
-        PTX(emu_ldmatrix_x4(r, row, transposed),                                     \
-            "ldmatrix.sync.aligned.m8n8.x4" trans ".shared.b16 {%0,%1,%2,%3}, [%4];" \
-            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                         \
-            : "r"((uint32_t)__cvta_generic_to_shared(row))                           \
-            : "memory");                                                             \
-    }
-LDMATRIX(ldmatrix, false, "")
-LDMATRIX(ldmatrix_transposed, true, ".trans")
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lane i gives the address of row
+// i % 8 of matrix i / 8.
+static __device__ void ldmatrix(uint32_t *r, const void *row) {
+    PTX(emu_ldmatrix_x4(r, row, false),
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+        : "r"((uint32_t)__cvta_generic_to_shared(row))
+        : "memory");
+}
+
+// The same, and transposes each of them.
+static __device__ void ldmatrix_transposed(uint32_t *r, const void *row) {
+    PTX(emu_ldmatrix_x4(r, row, true),
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+        : "r"((uint32_t)__cvta_generic_to_shared(row))
+        : "memory");
+}
 
 // Starts to copy 16 bytes to shared memory; zeros, if not valid.
 static __device__ void cp_async(void *to, const void *from, bool valid) {
@@ -2238,28 +2363,29 @@ template <int PITCH> static __device__ int swizzle(int line, int chunk) {
     return line * PITCH + (chunk ^ (line % 4 * 2 + line / 4 % 2));
 }
 
-// One thread's share of loading an operand's tile into shared memory.
-template <class T, int LINES, bool IMAGE, bool ALONG_K, int WIDTH>
-struct TensorLoader : TileReader<T, LINES, DEPTH_CHUNKS * Chunk<T>::COUNT, TENSOR_THREADS, IMAGE,
-                                 ALONG_K, Chunk<T>::COUNT, WIDTH> {
+/* Loads an operand's tile into shared memory, in one of three ways:
+   - ASYNC: load() starts to copy; store() has nothing left to do.
+   - On sm_75, load() loads into registers, store() stores them.
+   - AT_ONCE, where no 16 bytes are aligned (WIDTH 1): load() does both. */
+template <class T, int LINES, bool IMAGE, bool ALONG_K, int WIDTH> struct TensorLoader {
     enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
     enum { AT_ONCE = WIDTH == 1, ASYNC = !AT_ONCE && COMPILED_SM >= TENSOR_SM };
-    typedef TileReader<T, LINES, DEPTH_CHUNKS * CHUNK, TENSOR_THREADS, IMAGE, ALONG_K, CHUNK, WIDTH>
-        Reader;
-    Chunk<T> chunks[Reader::COUNT];
-    using Reader::Reader;
+    typedef Walk<T, LINES, DEPTH_CHUNKS * CHUNK, TENSOR_THREADS, IMAGE, ALONG_K, CHUNK, WIDTH>
+        Chunks;
+    Chunks walk;
+    Chunk<T> chunks[Chunks::COUNT];
+    __device__ TensorLoader(const Operand<T> &o, int first, int count, int begin)
+        : walk(o, first, count, begin) {}
     __device__ float4 *at(float4 *tile, int i) const {
-        return tile + swizzle<PITCH>(this->along + i * Reader::APART, this->across / CHUNK);
+        return tile + swizzle<PITCH>(walk.outer + i * Chunks::APART, walk.inner / CHUNK);
     }
     __device__ void store_chunks(float4 *tile) const {
 #pragma unroll
-        for (int i = 0; i < Reader::COUNT; i++)
+        for (int i = 0; i < Chunks::COUNT; i++)
             *(Chunk<T> *)at(tile, i) = chunks[i];
     }
-    // Starts to copy to the tile; on sm_75 loads into registers, and store() completes it. With
-    // WIDTH 1, where no 16 bytes are aligned, loads and stores at once.
     __device__ void load(const Operand<T> &o, int k, int end, float4 *tile) {
-        this->read(o, k, end, [&](int i, int piece, const T *from, bool valid) {
+        walk.each(o, k, end, [&](int i, int piece, const T *from, bool valid) {
             if (ASYNC)
                 cp_async(at(tile, i), valid ? from : o.data, valid);
             else if constexpr (WIDTH > 1)
@@ -2328,7 +2454,7 @@ template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
 // Puts a warp's sums into shared memory, where its part of the tile begins. A lane has two
 // neighbours in rows lane / 4 and lane / 4 + 8 of each fragment.
 template <class Tile, int M, int N>
-static __device__ void stage_sums(real *to, const real (&sums)[M][N][4]) {
+static __device__ void store_sums(real *to, const real (&sums)[M][N][4]) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int i = 0; i < 2 * M; i++)
@@ -2349,7 +2475,7 @@ static __device__ void store_tile(const Result<O> &c, const real *sums, const Jo
     for (int i = threadIdx.x / ACROSS; i < Tile::M; i += APART) {
         const int at = job.row + i < rows ? c.at(row) : -1;
         real chunk[CHUNK];
-        read_fours<CHUNK, 4>(chunk, sums + i * Tile::PITCH + column);
+        load_fours<CHUNK, 4>(chunk, sums + i * Tile::PITCH + column);
         if (at >= 0)
             c.template store<WIDTH>(at, job.column + column, columns, chunk);
         c.line.add(row, step);
@@ -2401,27 +2527,27 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
     enum { DEPTH = DEPTH_CHUNKS * Chunk<T>::COUNT, TILE_A = Tile::M * DEPTH_CHUNKS };
     enum { FRAGMENTS_M = Tile::WARP_M / 16, FRAGMENTS_N = Tile::WARP_N / 16 };
     const Job job = job_of_block<Tile, B_ALONG_K>(p, DEPTH);
-    TensorLoader<T, Tile::M, true, A_ALONG_K, WIDTH> load_a(p.a, job.row, p.rows, job.begin);
-    TensorLoader<T, Tile::N, false, B_ALONG_K, WIDTH> load_b(p.b, job.column, p.columns, job.begin);
+    TensorLoader<T, Tile::M, true, A_ALONG_K, WIDTH> of_a(p.a, job.row, p.rows, job.begin);
+    TensorLoader<T, Tile::N, false, B_ALONG_K, WIDTH> of_b(p.b, job.column, p.columns, job.begin);
     const int warp = threadIdx.x / WARP;
     const int row = warp / 2 * Tile::WARP_M, column = warp % 2 * Tile::WARP_N;
-    Fragments<T, Tile::M, A_ALONG_K, true> read_a(row);
-    Fragments<T, Tile::N, B_ALONG_K, false> read_b(column);
+    Fragments<T, Tile::M, A_ALONG_K, true> fragments_a(row);
+    Fragments<T, Tile::N, B_ALONG_K, false> fragments_b(column);
     real sums[FRAGMENTS_M][2 * FRAGMENTS_N][4] = {};
     int next = job.begin; // k of the next tile to be loaded
     const auto load_next = [&](int stage) {
         float4 *tile = tiles + stage * Tile::CHUNKS;
         if (next < job.end) {
-            load_a.load(p.a, next, job.end, tile);
-            load_b.load(p.b, next, job.end, tile + TILE_A);
+            of_a.load(p.a, next, job.end, tile);
+            of_b.load(p.b, next, job.end, tile + TILE_A);
         }
         cp_async_commit();
     };
     const auto store_next = [&](int stage) {
         float4 *tile = tiles + stage * Tile::CHUNKS;
         if (next < job.end) {
-            load_a.store(tile);
-            load_b.store(tile + TILE_A);
+            of_a.store(tile);
+            of_b.store(tile + TILE_A);
         }
         next += DEPTH;
     };
@@ -2441,10 +2567,10 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
             uint32_t x[FRAGMENTS_M][4], y[FRAGMENTS_N][4];
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_M; i++)
-                read_a.load(x[i], tile, i, pair);
+                fragments_a.load(x[i], tile, i, pair);
 #pragma unroll
             for (int j = 0; j < FRAGMENTS_N; j++)
-                read_b.load(y[j], tile + TILE_A, j, pair);
+                fragments_b.load(y[j], tile + TILE_A, j, pair);
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_M; i++)
 #pragma unroll
@@ -2455,7 +2581,7 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
     }
     real *staged = (real *)tiles;
     __syncthreads(); // the last tile has been read
-    stage_sums<Tile>(staged + row * Tile::PITCH + column, sums);
+    store_sums<Tile>(staged + row * Tile::PITCH + column, sums);
     if (A_ALONG_K && !B_ALONG_K && p.moments)
         store_moments<Tile, O>(p.moments, staged, job, p.rows, p.columns);
     if (p.splits > 1)
@@ -2503,7 +2629,7 @@ struct Tensor {
 // Memory for the sums of slices, and for a product's splits where there are any. Kernels count with
 // 32-bit numbers, so a tensor must not have more than 2^31 elements.
 static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
-    size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel * l->kernel;
+    size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel_size * l->kernel_size;
     size_t in_pixels = n * l->in.h * l->in.w, out_pixels = n * l->out.h * l->out.w;
     if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
         fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller batch size",
@@ -2620,7 +2746,7 @@ static Device make_device(void) {
     d.replay = replay;
     d.free_graph = free_graph;
     d.peak_gflops = peak_gflops;
-    d.range = range;
+    d.nsight_range = range;
     d.record = record;
     return d;
 }
@@ -2659,8 +2785,8 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.layers[RELU].backward = each<add_backward_kernel<T, true>, packs<T>>;
     k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
     k.layers[MAXPOOL2D].backward = maxpool2d_backward<T>;
-    k.layers[AVGPOOL2D].forward = each<avgpool2d_forward_kernel<T>, outputs>;
-    k.layers[AVGPOOL2D].backward = each<avgpool2d_backward_kernel<T>, inputs>;
+    k.layers[GLOBAL_AVGPOOL2D].forward = each<global_avgpool2d_forward_kernel<T>, outputs>;
+    k.layers[GLOBAL_AVGPOOL2D].backward = each<global_avgpool2d_backward_kernel<T>, inputs>;
     k.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>, add_backward<T>};
     k.layers[DROPOUT].forward = dropout_forward<T>;
     k.layers[DROPOUT].backward = each<dropout_backward_kernel<T>, packs<T>>;
@@ -2674,8 +2800,8 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.prepare = prepare_nothing;
     k.flops = flops;
     k.nll_loss = nll_loss;
-    k.adadelta = update<T, Adadelta>;
-    k.sgd = update<T, Sgd>;
+    k.update[ADADELTA] = update<T, Adadelta>;
+    k.update[SGD] = update<T, Sgd>;
     k.to_16_bit = to_16_bit<T>;
     k.count_not_finite = count_not_finite;
     k.adjust_scale = adjust_scale;

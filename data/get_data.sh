@@ -96,7 +96,9 @@ fetch() { # SET FILE MD5 BYTES
     if md5_is "$dest" "$3"; then echo "have  $1/$2"; return; fi
     trouble=" $dest is a folder, remove it;"
     [ ! -d "$dest" ] || return 1
-    [ ! -L "$dest.part" ] || rm -f -- "$dest.part" # a download must not write to what it leads to
+    # A download must not write to what a link leads to, nor wait for the other end of a pipe.
+    trouble=" $dest.part is a folder, remove it;"
+    { [ -f "$dest.part" ] && [ ! -L "$dest.part" ]; } || rm -f -- "$dest.part" 2>/dev/null || return 1
     trouble=''
     for base in $(mirrors "$1"); do
         url=${base%/}/$2
@@ -116,7 +118,7 @@ fetch() { # SET FILE MD5 BYTES
 # which marks the set as complete for a later run, is written last.
 unpack() { # SET TAR
     local tar=$root/$1/$2 tmp=$root/$1/unpack.part file folder
-    folder=$(find "$root/$1" -mindepth 1 -type d \( -name '*.bin' -o -name '*.md5' \) | head -n 1)
+    folder=$(find -L "$root/$1" -mindepth 1 -maxdepth 1 -type d \( -name '*.bin' -o -name '*.md5' \) | head -n 1)
     trouble=" $folder is a folder, remove it;"
     [ -z "$folder" ] || return 1
     rm -rf -- "$tmp"
@@ -132,7 +134,7 @@ unpack() { # SET TAR
 
 unpacked() { # SET TAR
     local sum file
-    [ -s "$root/$1/$2.md5" ] || return 1
+    { [ -f "$root/$1/$2.md5" ] && [ -s "$root/$1/$2.md5" ]; } || return 1
     while read -r sum file; do
         md5_is "$root/$1/$file" "$sum" || return 1
     done <"$root/$1/$2.md5"

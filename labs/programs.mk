@@ -51,6 +51,6 @@ BLOCK  = 0
 LAUNCH = 0
 PAGE   = runs/see/$(KERNEL).html
 SEE_PROGRAM = $(if $(filter 5,$(LAB)),build/emu_convolution,cnn-count)
-see: $(if $(KERNEL),$(SEE_PROGRAM))
+see: $(if $(KERNEL),$(if $(filter-out 4 5 6,$(LAB)),,$(SEE_PROGRAM)))
 	@CUEMU_SEE='$(KERNEL)' CUEMU_SEE_BLOCK='$(BLOCK)' CUEMU_SEE_LAUNCH='$(LAUNCH)' PYTHON='$(call PYTHON_WITH,json)' \
 		PAGE='$(PAGE)' WITH='$(WITH)' labs/tools/see_block.sh $(SEE_PROGRAM) '$(LAB)' $(OPTIONS)

@@ -20,20 +20,22 @@ source tests/leftovers.sh || exit 1
 parts='
 cluster/test_slurm.sh       tests/cluster/test_slurm.sh
 labs/test_labs.sh           tests/labs/test_labs.sh
+program/test_readme.sh      tests/program/test_readme.sh
+labs/test_grade.sh          tests/labs/test_grade.sh
 gpu/test_cuda.sh            tests/gpu/test_cuda.sh
 cluster/test_parallel.sh    tests/cluster/test_parallel.sh
-ptx/test_ptx.sh             tests/ptx/test_ptx.sh
-source/test_mutate.sh       tests/source/test_mutate.sh
-program/test_readme.sh      tests/program/test_readme.sh
-gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated
-gpu/test_gpu_check.sh       tests/gpu/test_gpu_check.sh
 labs/test_study.sh          tests/labs/test_study.sh
-labs/test_grade.sh          tests/labs/test_grade.sh
+source/test_mutate.sh       tests/source/test_mutate.sh
+gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated
 labs/test_ablation.sh       tests/labs/test_ablation.sh
+source/test_static.sh       tests/source/test_static.sh
+gpu/test_gpu_check.sh       tests/gpu/test_gpu_check.sh
+pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build
+ptx/test_ptx.sh             tests/ptx/test_ptx.sh
+gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
 source/test_style.sh        tests/source/test_style.sh
 robust/test_soak.sh         tests/robust/test_soak.sh
 robust/test_faults.sh       tests/robust/test_faults.sh
-pytorch/live_pytorch.py     python_with_torch tests/pytorch/live_pytorch.py build
 labs/test_tools.sh          tests/labs/test_tools.sh
 labs/test_notebooks.sh      tests/labs/test_notebooks.sh
 program/test_checkpoints.sh tests/program/test_checkpoints.sh
@@ -52,15 +54,18 @@ gpu/test_hip.sh             tests/gpu/test_hip.sh
 robust/test_fuzz.sh         tests/robust/test_fuzz.sh
 pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
 unit/float                  build/test_float
-gpu/test_nvcc.sh            tests/gpu/test_nvcc.sh
 bench/test_bench.sh         tests/bench/test_bench.sh
-source/test_static.sh       tests/source/test_static.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
+labs/test_apart.sh          tests/labs/test_apart.sh
 source/test_runner.sh       tests/source/test_runner.sh
 source/test_tree.sh         tests/source/test_tree.sh
 program/test_containers.sh  tests/program/test_containers.sh
 cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 '
+
+# What `make test` leaves to `make test-all` unless it is named: tools for those who change the kernels and who grade,
+# and what the other parts test in another way.
+only_in_all='gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh ptx/test_ptx.sh labs/test_seeds.sh robust/test_soak.sh'
 
 # The python3 of a version manager is often a shell script, whose start takes longer than most of our calls.
 real=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))' 2>/dev/null)
@@ -145,8 +150,10 @@ if [ "${1:-}" = --part ]; then # xargs calls this program again for each part
     exit 0
 fi
 all=$(awk 'NF { print $1 }' <<<"$parts")
+unnamed=$all
+[ -z "${QUICK:-}" ] || unnamed=$(grep -vxF "${only_in_all// /$'\n'}" <<<"$all")
 # shellcheck disable=SC2046 # names without blanks
-set -- $(printf '%s\n' "${@:-$all}" | awk '!named[$0]++')
+set -- $(printf '%s\n' "${@:-$unnamed}" | awk '!named[$0]++')
 for part; do
     grep -qx "$part" <<<"$all" && continue
     echo "$self: there is no part $part; the parts are: ${all//$'\n'/ }" >&2
@@ -158,6 +165,7 @@ for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(($(nproc) + 1)
 
 left_in_tree "$logs/paths" "$logs"/*.log >"$logs/left_in_tree.log"
 cat "$logs"/*.log | grep -a '^skip '
+[ "$*" != "$(xargs <<<"$unnamed")" ] || [ "$unnamed" = "$all" ] || echo "Only make test-all runs: $only_in_all"
 by_folder "$@"
 echo "in $((SECONDS - begin)) s, logs in $logs"
 passed=$(count pass "$logs"/*.log) failed=$(count fail "$logs"/*.log) skipped=$(count skip "$logs"/*.log)

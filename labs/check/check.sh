@@ -4,9 +4,10 @@
 # Exit status 0: all points; 1: not all; 2: the command was wrong.
 #
 # Only two things of the student's folder are used: the code between the markers, and the run folders
-# that a lab requires. The parts are inserted into a separate copy of the sources. Each test runs in
-# a process of its own, which proves with a random token that it was not ended early. TEST_USER=NAME, for root: the user
-# of these processes, so that they cannot write the results.
+# that a lab requires. The parts are inserted into a separate copy of the sources. They run in a process that has
+# nothing but its inputs (apart.h; in labs 6 and 7 trials.h): another one knows what is right, compares, and proves with
+# a random token that it has come to its end. TEST_USER=NAME, for root: the user of these processes, so that they cannot
+# write the results.
 #
 # A lab provides labs/check/labNN.sh with
 #   tests    lines `points|TODOs that it needs, or -|title`; test k is line k
@@ -15,8 +16,7 @@
 #   run K    runs test K; at its very end it sends back the token, which it reads from its input and
 #            writes to file descriptor 9. What it writes to descriptor 8 is shown first. Exit status 77: skipped,
 #            with the reason
-#   harmless words of vet()'s list that its parts may use
-#   vet_part ID   prints what else its part must not contain
+#   vet_part ID   prints what its part must not contain besides what vet() refuses
 # build may use bare_sources() and only_harmless_calls(), below.
 set -u
 export LC_ALL=C
@@ -41,7 +41,6 @@ wanted() { # wanted K...: whether one of these tests is to run
     return 1
 }
 
-harmless=none
 vet_part() { :; }
 # shellcheck source=/dev/null # of the lab
 . "$script"
@@ -57,56 +56,86 @@ todos() { # lines `1.2 name file`
     done
 }
 
-# variables ID: the names that a part declares as variables and never calls, such as a number called read
-variables() {
-    local code name
-    code=$(awk -f "$home/labs/check/code.awk" "$parts/$1" | grep -v '^[ \t]*#')
-    grep -oE '(size_t|ptrdiff_t|real|float|double|int|long|unsigned|bool|char|u?int[0-9]+_t)[ *]+(const +)?[a-z]+' <<<"$code" |
-        sed 's/.*[ *]//' | sort -u | while read -r name; do
-        grep -qE "(^|[^A-Za-z0-9_])${name}[ )]*\(" <<<"$code" || echo "$name"
-    done
-}
-
-# vet ID: prints what a part must not contain, since it affects more than the part
+# vet ID: prints what a part must not contain, since it acts on more than the part when the tests are compiled: a
+# brace that ends the function around it; directives other than harmless pragmas, and _Pragma, which change what
+# follows or read files; attributes and assembler, which put code and names elsewhere.
 vet() {
-    local name words='asm|die|fail|exit_process|stdin|main|va_list|exit|_Exit|quick_exit|abort|atexit|on_exit|longjmp|siglongjmp'
-    words+='|exec[lv][a-z]*|fork|vfork|clone[0-9]*|posix_spawn[a-z]*|system|popen|syscall|signal|sigaction|raise|kill'
-    words+='|mmap|mprotect|ptrace|dlsym|dlopen|getenv|secure_getenv|setenv|environ|clock_gettime'
-    words+='|open|openat|creat|fopen|freopen|fdopen|fopencookie|dup[23]?|fcntl|ioctl|v?dprintf'
-    words+='|write|writev|pwrite[a-z0-9]*|send[a-z]*|splice|tee|copy_file_range'
-    words+='|read|readv|pread[a-z0-9]*|fread|fgets|fgetc|gets|getc[a-z_]*|getline|getdelim|v?f?scanf'
-    words+='|attribute|attribute__|Pragma'
-    for name in $harmless $(variables "$1"); do words=${words/"|$name|"/"|_$name|"}; done # _exit is not exit
-    awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" -v words="$words" '
-        /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`" $1 "`" }
-        /%:/ || /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "`%:` or a raw string" }
-        match($0, "(^|[^A-Za-z0-9_])_*(" words ")_*([^A-Za-z0-9_]|$)") {
-            bad = "`" substr($0, RSTART, RLENGTH) "`"
+    awk -f "$home/labs/check/code.awk" "$parts/$1" | awk -v id="$1" '
+        function follow_braces(braces,    i) {
+            gsub(/[^{}]/, "", braces)
+            for (i = 1; i <= length(braces) && depth >= 0; i++)
+                depth += substr(braces, i, 1) == "{" ? 1 : -1
         }
-        { opened = gsub(/\{/, "{"); closed = gsub(/\}/, "}"); depth += opened - closed }
-        bad != "" { print "TODO " id ", line " NR ": found " bad ", which this task has no use for; remove or rename it"; exit }
+        /^[ \t]*#/ && !/^[ \t]*#[ \t]*pragma[ \t]+(omp|unroll|GCC (unroll|ivdep)|clang loop)/ { bad = "`" $1 "`" }
+        /(^|[^A-Za-z0-9_])(u8|[uUL])?R""/ { bad = "a raw string" }
+        match($0, /(^|[^A-Za-z0-9_])(_Pragma|(__)?asm(__)?|__attribute(__)?)([^A-Za-z0-9_]|$)/) {
+            word = substr($0, RSTART, RLENGTH)
+            gsub(/[^A-Za-z_]/, "", word)
+            bad = "`" word "`"
+        }
+        (last $0) ~ /\[[ \t]*\[/ { bad = "`[[`" } # an attribute, too
+        NF { last = substr($NF, length($NF)) }
+        { follow_braces($0) }
+        bad != "" {
+            print "TODO " id ", line " NR ": found " bad ", which this task has no use for; remove it"
+            exit
+        }
         depth < 0 { print "TODO " id ": one } too many; the braces of a part must be balanced"; bad = "}"; exit }
-        END { if (depth > 0 && bad == "") print "TODO " id ": one } is missing; the braces of a part must be balanced" }'
+        END {
+            if (depth > 0 && bad == "")
+                print "TODO " id ": one } is missing; the braces of a part must be balanced"
+        }'
 }
 
 # bare_sources FILES...: the folder bare, with the starter's cnn.c and these files of labs/check
 bare_sources() {
-    mkdir -p bare/labs/check && cp labs/check/report.h "${@/#/labs/check/}" bare/labs/check &&
+    mkdir -p bare/labs/check && cp labs/check/{apart,report}.h "${@/#/labs/check/}" bare/labs/check &&
         awk -v mode=strip -v from="$lab" -v stubs=labs/stubs -f "$regions" cnn.c >bare/cnn.c
 }
 
+# uses OBJECT: lines `SECTION NAME`: the functions and variables of the system to which a section of OBJECT refers
+uses() {
+    objdump -r "$1" | awk -v undefined=" $(nm -u "$1" | awk '{ print $NF }' | paste -sd ' ') " '
+        /^RELOCATION RECORDS/ { section = $4 }
+        $2 ~ /^R_/ { sub(/[-+]0x[0-9a-f]+$/, "", $3) }
+        $2 ~ /^R_/ && index(undefined, " " $3 " ") { print section, $3 }' | sort -u
+}
+
+# starters_functions: their names, and others before a parenthesis
+starters_functions() {
+    cat bare/cnn.c labs/check/*.[ch] labs/lab*/*.c 2>/dev/null | grep -oE '[A-Za-z_][A-Za-z0-9_]*\(' | tr -d '(' | sort -u
+}
+
+# not_of_the_starter: of such lines, those of sections that are not functions of the starter outside of the parts
+not_of_the_starter() {
+    awk -v parts=" $(todos | cut -d ' ' -f 2 | paste -sd ' ') " '
+        NR == FNR { starters[$1] = 1; next }
+        {
+            name = $1
+            sub(/^\[\.text\.(unlikely\.)?/, "", name); sub(/\]:$/, "", name)
+            nested = name ~ /^[A-Za-z0-9_]+\.[0-9]+/
+            sub(/\..*/, "", name)
+        }
+        nested || !(name in starters) || index(parts, " " name " ")' <(starters_functions) -
+}
+
 # only_harmless_calls BARE OBJECT [MORE]: prints which functions and variables of the system OBJECT, compiled with
-# the student's parts, uses and BARE, compiled with the starter's stubs, does not; those that compute or print, or
-# match the regular expression MORE, are allowed. A nested function whose address is taken needs an executable stack,
-# which could execute an array, too.
+# the student's parts, uses where BARE, compiled with the starter's stubs, does not; those that compute or print, or
+# match the regular expression MORE, are allowed. Both are compiled with $by_function, so that a call counts even if
+# cnn.c has it elsewhere. This is for what the parts could do to the files of the tests and in ./cnn, which some tests
+# train with; a result does not depend on it. A nested function whose address is taken needs an executable stack, which
+# could execute an array, too.
+# shellcheck disable=SC2034 # the labs' build() reads it
+by_function=(-ffunction-sections -fno-inline)
 only_harmless_calls() {
-    local names='(mem|str)[a-z]+|v?s?n?f?printf|f?put(s|c|char)|fwrite|fflush|assert_fail|calloc|malloc|free|stack_chk_fail'
+    local names='(mem|str)[a-z]+|v?s?n?f?printf|f?put(s|c|char)|fwrite|fflush|std(out|err)|assert_fail'
     if readelf -SW "$2" | grep -q '\.note\.GNU-stack .* X '; then
         echo "refused: it takes the address of a nested function; define the function outside"
         return 1
     fi
-    names+='|(f?(abs|max|min)|exp[2m1]*|log[0-9p]*|sqrt|pow|floor|ceil|round|a?tanh?|fma)[fl]?|i?math_[a-z]+|(GOMP|omp|kmpc)_[a-z0-9_]+'
-    comm -13 <(nm -u "$1" | awk '{ print $NF }' | sort) <(nm -u "$2" | awk '{ print $NF }' | sort) |
+    names+='|(f?(abs|max|min)|exp[2m1]*|log[0-9p]*|sqrt|pow|floor|ceil|round|a?tanh?|fma)[fl]?|i?math_[a-z]+'
+    names+='|(GOMP|omp|kmpc)_[a-z0-9_]+|stack_chk_fail|calloc|malloc|free'
+    comm -13 <(uses "$1") <(uses "$2") | not_of_the_starter | awk '{ print $NF }' | sort -u |
         grep -vE "^_*($names${3:+|$3})(_chk|_finite)?(@.*)?\$" | paste -sd ' ' |
         awk 'NF { print "refused: it uses " $0 ", which this task has no use for"; bad = 1 } END { exit bad }'
 }

@@ -1,6 +1,12 @@
 # Prints the code of a C source: a comment becomes a blank, a string "", a character constant '0'.
 # A line that ends in a backslash, even with blanks after it, is joined with the next, as compilers do; a form feed
-# is a blank.
+# is a blank; a digraph such as <% becomes the { that it stands for.
+
+BEGIN {
+    digraphs["<%"] = "{"; digraphs["%>"] = "}"
+    digraphs["<:"] = "["; digraphs[":>"] = "]"
+    digraphs["%:"] = "#"
+}
 
 { text = text $0 "\n" }
 
@@ -20,6 +26,9 @@ END {
             } else if (c == "\"" || c == "'") {
                 within = c
                 out = out (c == "\"" ? "\"\"" : "'0'")
+            } else if (two in digraphs) {
+                out = out digraphs[two]
+                i++
             } else
                 out = out c
         } else if (within == "/*") {

@@ -91,6 +91,17 @@ emulated_kernels() {
 # emulated PROGRAM NAME COMPILER OPTIONS...: PROGRAM, of NAME.o and PROGRAM.o, those kernels
 emulated() { emulated_kernels "$1.o" "${@:2}" && "$3" -g "$2.o" "$1.o" -o "$1" -lm -lpthread; }
 
+# What the emulator and its runtime use is listed, since compiling them once more takes longer than any test.
+# only_emulator_calls OBJECT [MORE]
+only_emulator_calls() {
+    local own='_?Z[A-Za-z0-9_]+|cxa_[a-z_]+|gxx_personality_v0|dso_handle|GLOBAL_OFFSET_TABLE_|Unwind_[A-Za-z]+|lab_[a-z_]+|'
+    own+='libc_single_threaded|(isoc[0-9]+_)?sscanf|errno_location|tls_get_addr|abort|atol|strtol[a-z]*|clock_gettime|getenv|'
+    own+='m(map|protect|unmap)|posix_memalign|aligned_alloc|sig[a-z]+|sysconf|std(err|out)|realloc|[a-z]+jmp|'
+    own+='pthread_(self|create|join|detach|once|(mutex|cond|key)_[a-z]+)|'
+    own+='tsan_[a-z0-9_]+|l?l?(rint|round)[fl]?|(copysign|ilogb|ldexp|nearbyint|rint|trunc)[fl]?'
+    "${CXX:-g++}" -x c++ -c /dev/null -o empty.o && only_harmless_calls empty.o "$1" "$own${2:+|$2}"
+}
+
 # for_gpu PROGRAM NAME: the same for the GPU of this machine
 for_gpu() {
     local nvcc
@@ -104,6 +115,10 @@ for_gpu() {
 # shellcheck disable=SC2034 # labs 5 and 10 read it
 in_any_kernel='CHECK CHECK_LAUNCH __syncthreads min max fmaf printf dim3
     if for while switch return sizeof int unsigned float const static_assert __launch_bounds__ __align__'
+
+# What their main() calls, and the emulator when it counts
+# shellcheck disable=SC2034
+in_its_main='exit|fopen|fclose|readlink|executable_start|qsort|rand'
 
 # vet_kernel ID NAMES CALLS: calls of what is not in may_call nor defined in the part; NAMES, a regular expression, and
 # what only the host has a use for. CALLS, for the message. dim3 grid(...) declares variables.

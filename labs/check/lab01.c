@@ -1,17 +1,18 @@
 /* lab01.c - the tests of lab 1: `lab01 3` runs test 3. SEED=n repeats a run.
 
    It is built from sections 1 to 5 of cnn.c with the student's parts, without the fast kernels, in
-   double precision. There is no convolution in here to compare with. Two of the three tensors of a
-   layer are zero except for one number each. Their product belongs to one element of the third
-   tensor, or to none. Where it is found instead shows which mistake was made: contributes() says to
-   which elements it belongs, in a correct program and with each of the usual mistakes. */
+   double precision; they run in a process of their own (apart.h). There is no convolution in here
+   to compare with. Two of the three tensors of a layer are zero except for one number each. Their
+   product belongs to one element of the third tensor, or to none. Where it is found instead shows
+   which mistake was made: contributes() says to which elements it belongs, in a correct program and
+   with each of the usual mistakes. */
 
 #include "layers.c"
 
 #include "models.c"
 
+#include "apart.h"
 #include "report.h"
-#include <signal.h>
 
 #define printf(...) fprintf(verdict(), __VA_ARGS__) // from here on
 
@@ -44,6 +45,10 @@ typedef struct Array {
     real *data, memory[GUARD + MOST + GUARD];
 } Array;
 
+static size_t with_guards(const Array *a) {
+    return GUARD + a->count + GUARD;
+}
+
 static void fill(Array *a, real value) {
     for (size_t i = 0; i < a->count; i++)
         a->data[i] = value;
@@ -56,16 +61,16 @@ static void fill_random(Array *a) {
 
 // Fills the guard zones with `around` and the array, `count` numbers, with 0.
 static void resize(Array *a, size_t count, real around) {
-    for (size_t i = 0; i < sizeof a->memory / sizeof *a->memory; i++)
-        a->memory[i] = around;
     a->data = a->memory + GUARD;
     a->count = count;
+    for (size_t i = 0; i < with_guards(a); i++)
+        a->memory[i] = around;
     fill(a, 0);
 }
 
 // The first index outside of the array that has been written; 0: none.
 static ptrdiff_t written_outside(const Array *a, real around) {
-    for (ptrdiff_t i = -GUARD; i < (ptrdiff_t)(MOST + GUARD); i++) {
+    for (ptrdiff_t i = -GUARD; i < (ptrdiff_t)(a->count + GUARD); i++) {
         real value = a->data[i];
         bool inside = i >= 0 && i < (ptrdiff_t)a->count;
         if (!inside && memcmp(&value, &around, sizeof value) != 0)
@@ -100,16 +105,17 @@ enum { STEPS = sizeof steps / sizeof *steps };
 static Array tensors[ROLES], bias, prior, spare_filter, spare_image, spare_bias, scratch;
 static uint8_t argmax_memory[GUARD + MOST + GUARD], *const argmax = argmax_memory + GUARD;
 static Case now_testing; // for the report of a crash
+static size_t threads = 1;
 
 static size_t tensor_size(const Case *c, Role role) {
     return role == OUTPUT   ? c->n * shape_size(c->l.out)
-           : role == FILTER ? c->l.kernel * c->l.kernel * c->l.in.c * c->l.out.c
+           : role == FILTER ? c->l.kernel_size * c->l.kernel_size * c->l.in.c * c->l.out.c
                             : c->n * shape_size(c->l.in);
 }
 
 static void slide_window(Layer *l) {
-    l->out.h = (l->in.h + 2 * l->padding - l->kernel) / l->stride + 1;
-    l->out.w = (l->in.w + 2 * l->padding - l->kernel) / l->stride + 1;
+    l->out.h = (l->in.h + 2 * l->padding - l->kernel_size) / l->stride + 1;
+    l->out.w = (l->in.w + 2 * l->padding - l->kernel_size) / l->stride + 1;
 }
 
 static Case draw_case(Role role, bool pool, size_t step) {
@@ -117,9 +123,9 @@ static Case draw_case(Role role, bool pool, size_t step) {
     Layer *l = &c.l;
     size_t channels = step < 4 ? 1 : 5;
     l->kind = pool ? MAXPOOL2D : CONV2D;
-    l->kernel = step == 6 || (step == 0 && !pool) ? 1 : draw_size(2, step == 0 ? 2 : 5);
-    l->stride = !pool || step > 1 ? 1 : step == 0 ? l->kernel : draw_size(1, l->kernel);
-    l->padding = step < 2 || step == 6 ? 0 : draw_size(step == 2, min_size(2, l->kernel - 1));
+    l->kernel_size = step == 6 || (step == 0 && !pool) ? 1 : draw_size(2, step == 0 ? 2 : 5);
+    l->stride = !pool || step > 1 ? 1 : step == 0 ? l->kernel_size : draw_size(1, l->kernel_size);
+    l->padding = step < 2 || step == 6 ? 0 : draw_size(step == 2, min_size(2, l->kernel_size - 1));
     if (step >= 3 && step < 6)
         l->stride = draw_size(2 - (step > 3), 3);
     l->in = (Shape){draw_size(5, 9), 0, draw_size(1, channels)};
@@ -149,38 +155,6 @@ static void clear(const Case *c, real around) {
     fill(&scratch, around);
 }
 
-// Calls the student's function. The result holds `before`, or the prior if accumulate.
-static void call(const Case *c, real before) {
-    Array *out = &tensors[OUTPUT], *filter = &tensors[FILTER], *image = &tensors[IMAGE];
-    Array *result = &tensors[c->role];
-    now_testing = *c;
-    fill(result, before);
-    if (c->accumulate)
-        memcpy(result->data, prior.data, prior.count * sizeof(real));
-    Work w = {.l = &c->l, .n = c->n, .scratch = scratch.data, .accumulate = c->accumulate};
-    if (c->role == OUTPUT) {
-        w.in = image->data;
-        w.weight = filter->data;
-        w.bias = c->biased ? bias.data : NULL;
-        w.out = out->data;
-        conv2d_forward_naive(w);
-        return;
-    }
-    w.bias = c->biased ? bias.data : NULL;
-    w.dout = out->data;
-    w.din = c->role == IMAGE ? image->data : NULL;
-    if (c->pool) {
-        w.saved = argmax;
-        maxpool2d_backward(w);
-        return;
-    }
-    w.in = c->role == FILTER ? image->data : spare_image.data;
-    w.weight = c->role == FILTER ? spare_filter.data : filter->data;
-    w.dweight = c->role == FILTER ? filter->data : spare_filter.data;
-    w.dbias = c->role == FILTER ? bias.data : spare_bias.data;
-    conv2d_backward_naive(w);
-}
-
 // ---- Reports
 
 static const char *name_of(const Case *c, Role role) {
@@ -195,16 +169,17 @@ static const char *element(const Case *c, Role role, size_t at) {
     static size_t next;
     const Layer *l = &c->l;
     Shape s = role == OUTPUT   ? l->out
-              : role == FILTER ? (Shape){l->kernel, l->in.c, l->out.c}
+              : role == FILTER ? (Shape){l->kernel_size, l->in.c, l->out.c}
                                : l->in;
     char *text = texts[next++ % 4];
     snprintf(text, sizeof texts[0], "%s[%zu][%zu][%zu][%zu]", name_of(c, role),
-             at / (s.h * s.w * s.c), at / (s.w * s.c) % (role == FILTER ? l->kernel : s.h),
+             at / (s.h * s.w * s.c), at / (s.w * s.c) % (role == FILTER ? l->kernel_size : s.h),
              at / s.c % s.w, at % s.c);
     if (role == FILTER)
         snprintf(text, sizeof texts[0], "%s[%zu][%zu][%zu][%zu]", name_of(c, role),
-                 at / (l->kernel * l->in.c * l->out.c), at / (l->in.c * l->out.c) % l->kernel,
-                 at / l->out.c % l->in.c, at % l->out.c);
+                 at / (l->kernel_size * l->in.c * l->out.c),
+                 at / (l->in.c * l->out.c) % l->kernel_size, at / l->out.c % l->in.c,
+                 at % l->out.c);
     return text;
 }
 
@@ -212,9 +187,9 @@ static void print_case(const Case *c) {
     const Layer *l = &c->l;
     printf("%s %zux%zu, stride %zu, padding %zu; %zu image%s of %zu x %zu pixels and %zu channel%s "
            "-> %zu x %zu and %zu",
-           c->pool ? "max-pool" : "convolution", l->kernel, l->kernel, l->stride, l->padding, c->n,
-           c->n == 1 ? "" : "s", l->in.h, l->in.w, l->in.c, l->in.c == 1 ? "" : "s", l->out.h,
-           l->out.w, l->out.c);
+           c->pool ? "max-pool" : "convolution", l->kernel_size, l->kernel_size, l->stride,
+           l->padding, c->n, c->n == 1 ? "" : "s", l->in.h, l->in.w, l->in.c,
+           l->in.c == 1 ? "" : "s", l->out.h, l->out.w, l->out.c);
     printf("%s%s\n",
            c->pool     ? ""
            : c->biased ? "; with a bias"
@@ -244,21 +219,6 @@ static _Noreturn void give_up(void) {
     exit(1);
 }
 
-static void crashed(int number, siginfo_t *info, void *context) {
-    (void)context;
-    if ((size_t)info->si_addr < 65536)
-        printf("The program accessed a number of an array that does not exist: its pointer is "
-               "NULL%s, in\n",
-               !now_testing.biased && !now_testing.pool ? " (w.bias, if the layer has no bias)"
-                                                        : "");
-    else
-        printf("The program accessed memory far outside of the arrays (signal %d) in\n", number);
-    print_case(&now_testing);
-    print_how_to_repeat();
-    fflush(verdict());
-    _exit(1);
-}
-
 static void check_guard(const Case *c, const Array *a, const char *name, real around) {
     ptrdiff_t at = written_outside(a, around);
     if (at == 0)
@@ -272,6 +232,171 @@ static void check_guards(const Case *c, real around) {
     for (Role role = 0; role < ROLES; role++)
         check_guard(c, &tensors[role], name_of(c, role), around);
     check_guard(c, &scratch, "scratch", around);
+}
+
+// ---- The student's functions, which the worker calls
+
+typedef enum { CONV_FORWARD, CONV_BACKWARD, POOL_FORWARD, POOL_BACKWARD, SOFTMAX, LENET } Function;
+
+enum { MOST_LOANS = 8 };
+
+// What both programs have: the call, and copies of its arrays
+typedef struct Shared {
+    Apart apart;
+    Function function;
+    Work work;
+    Layer layer; // of work
+    size_t threads;
+    real arrays[MOST_LOANS][GUARD + MOST + GUARD];
+    uint8_t argmax[GUARD + MOST + GUARD];
+    Shape images; // of lenet
+    size_t classes;
+    Net net;
+} Shared;
+
+static Shared *const shared = SHARED_MEMORY;
+
+// The arrays of the next call; an input must not be changed.
+static struct {
+    Array *array;
+    const char *name;
+    bool is_input;
+} loans[MOST_LOANS];
+static size_t loan_count;
+
+// Copies an array with its guard zones to the worker, which has it there.
+static real *lend(Array *a, const char *name, bool is_input) {
+    real *copy = shared->arrays[loan_count];
+    memcpy(copy, a->memory, with_guards(a) * sizeof(real));
+    loans[loan_count].array = a;
+    loans[loan_count].name = name;
+    loans[loan_count].is_input = is_input;
+    loan_count++;
+    return copy + GUARD;
+}
+
+static real *lend_input(Array *a, const char *name) {
+    return lend(a, name, true);
+}
+
+static real *lend_output(Array *a, const char *name) {
+    return lend(a, name, false);
+}
+
+static uint8_t *lend_argmax(void) {
+    memcpy(shared->argmax, argmax_memory, sizeof argmax_memory);
+    return shared->argmax + GUARD;
+}
+
+static _Noreturn void report_changed(const char *name) {
+    printf("%s is an input, but it was changed.\n", name);
+    print_case(&now_testing);
+    give_up();
+}
+
+static void take_back(Function function) {
+    for (size_t i = 0; i < loan_count; i++) {
+        Array *a = loans[i].array;
+        const real *copy = shared->arrays[i];
+        if (loans[i].is_input && memcmp(copy + GUARD, a->data, a->count * sizeof(real)) != 0)
+            report_changed(loans[i].name);
+        memcpy(a->memory, copy, with_guards(a) * sizeof(real));
+    }
+    loan_count = 0;
+    if (function == POOL_FORWARD)
+        memcpy(argmax_memory, shared->argmax, sizeof argmax_memory);
+    if (function == POOL_BACKWARD &&
+        memcmp(argmax_memory, shared->argmax, sizeof argmax_memory) != 0)
+        report_changed("argmax (w.saved)");
+}
+
+static _Noreturn void report_end(Function function, const char *end) {
+    const bool convolution = function == CONV_FORWARD || function == CONV_BACKWARD;
+    const bool no_bias = (size_t)shared->apart.fault < 65536 && !now_testing.biased && convolution;
+    printf("Your code %s%s\n", end, no_bias ? " (w.bias, if the layer has no bias)" : "");
+    if (function != LENET && function != SOFTMAX)
+        print_case(&now_testing);
+    give_up();
+}
+
+static void run_part(Function function, Work w) {
+    shared->function = function;
+    shared->threads = threads;
+    shared->work = w;
+    if (w.l)
+        shared->layer = *w.l;
+    shared->work.l = &shared->layer;
+    const char *end = run_apart();
+    if (end)
+        report_end(function, end);
+    take_back(function);
+}
+
+// In the worker
+static void build_lenet(void) {
+    static const Kernels none;
+    static Settings settings = {.model = "lenet", .width = 6};
+    DatasetInfo info = {.name = "the test", .shape = shared->images, .classes = shared->classes};
+    net_build(&shared->net, find_model("lenet"), &info, &settings, &none);
+}
+
+// In the worker
+static void call_part(void) {
+    const Work w = shared->work;
+    set_num_threads(shared->threads);
+    switch (shared->function) {
+    case CONV_FORWARD:
+        conv2d_forward_naive(w);
+        break;
+    case CONV_BACKWARD:
+        conv2d_backward_naive(w);
+        break;
+    case POOL_FORWARD:
+        maxpool2d_forward_naive(w);
+        break;
+    case POOL_BACKWARD:
+        maxpool2d_backward(w);
+        break;
+    case SOFTMAX:
+        log_softmax_backward(w);
+        break;
+    case LENET:
+        build_lenet();
+    }
+}
+
+// Calls the student's function. The result holds `before`, or the prior if accumulate.
+static void call(const Case *c, real before) {
+    Array *out = &tensors[OUTPUT], *filter = &tensors[FILTER], *image = &tensors[IMAGE];
+    Array *result = &tensors[c->role];
+    now_testing = *c;
+    fill(result, before);
+    if (c->accumulate)
+        memcpy(result->data, prior.data, prior.count * sizeof(real));
+    Work w = {.l = &c->l, .n = c->n, .accumulate = c->accumulate};
+    w.scratch = lend_output(&scratch, "scratch");
+    if (c->role == OUTPUT) {
+        w.in = lend_input(image, "in");
+        w.weight = lend_input(filter, "weight");
+        w.bias = c->biased ? lend_input(&bias, "bias") : NULL;
+        w.out = lend_output(out, "out");
+        run_part(CONV_FORWARD, w);
+        return;
+    }
+    w.bias = c->biased ? lend_input(&bias, "bias") : NULL;
+    w.dout = lend_input(out, "dout");
+    w.din = c->role == IMAGE ? lend_output(image, "din") : NULL;
+    if (c->pool) {
+        w.saved = lend_argmax();
+        run_part(POOL_BACKWARD, w);
+        return;
+    }
+    const bool weights = c->role == FILTER; // whose gradient is under test
+    w.in = lend_input(weights ? image : &spare_image, "in");
+    w.weight = lend_input(weights ? &spare_filter : filter, "weight");
+    w.dweight = lend_output(weights ? filter : &spare_filter, "dweight");
+    w.dbias = lend_output(weights ? &bias : &spare_bias, "dbias");
+    run_part(CONV_BACKWARD, w);
 }
 
 // ---- Which pixel and weight belong to which output, in a correct program and with usual mistakes
@@ -351,7 +476,7 @@ typedef struct Weight {
 } Weight;
 
 static Weight weight_at(size_t at, const Layer *l, Mistake m) {
-    size_t K = l->kernel, C = l->in.c, O = l->out.c;
+    size_t K = l->kernel_size, C = l->in.c, O = l->out.c;
     switch (m) {
     case WEIGHTS_C_FIRST:
         return (Weight){at / (O * K) % K, at / O % K, at / (O * K * K), at % O};
@@ -373,7 +498,8 @@ static Weight weight_at(size_t at, const Layer *l, Mistake m) {
 static bool left_out(const Case *c, Place o, Weight w, Mistake m) {
     const Layer *l = &c->l;
     bool last_pixel = o.n == c->n - 1 && o.y == l->out.h - 1 && o.x == l->out.w - 1;
-    bool last_product = w.i == l->kernel - 1 && w.j == l->kernel - 1 && w.c == l->in.c - 1;
+    bool last_product =
+        w.i == l->kernel_size - 1 && w.j == l->kernel_size - 1 && w.c == l->in.c - 1;
     return (m == ONLY_IMAGE_0 && o.n > 0) || (m == ONLY_LAST_IMAGE && o.n < c->n - 1) ||
            (m == ONLY_LAST_PIXEL && !last_pixel) || (m == ONLY_LAST_PRODUCT && !last_product) ||
            (m == ONLY_CHANNEL_0 && w.c > 0) || (m == ONLY_FIRST_TAP && w.i + w.j > 0);
@@ -386,7 +512,7 @@ static bool contributes(const Case *c, const size_t at[ROLES], Mistake m) {
     Place p = place(at[IMAGE], l->in, m == IMAGES_IN_PLANES);
     Weight w = weight_at(at[FILTER], l, m);
     ptrdiff_t stride = (ptrdiff_t)l->stride, padding = (ptrdiff_t)l->padding;
-    stride = m == NO_STRIDE ? 1 : m == STRIDE_OF_KERNEL ? (ptrdiff_t)l->kernel : stride;
+    stride = m == NO_STRIDE ? 1 : m == STRIDE_OF_KERNEL ? (ptrdiff_t)l->kernel_size : stride;
     padding = m == NO_PADDING ? 0 : m == PADDING_ADDED ? -padding : padding;
     ptrdiff_t y = (ptrdiff_t)o.y * stride + (ptrdiff_t)w.i - padding;
     ptrdiff_t x = (ptrdiff_t)o.x * stride + (ptrdiff_t)w.j - padding;
@@ -421,7 +547,7 @@ static Trial draw_trial(const Case *c) {
         }
         Place o = place(t.at[OUTPUT], l->out, false);
         if (c->pool) {
-            size_t tap = draw_size(0, l->kernel * l->kernel - 1);
+            size_t tap = draw_size(0, l->kernel_size * l->kernel_size - 1);
             t.at[FILTER] = (tap * l->in.c + o.c) * l->out.c + o.c;
             t.value[FILTER] = 1;
         }
@@ -443,9 +569,9 @@ static void draw_argmax(const Case *c, const Trial *t) {
         Place o = place(i, l->out, false);
         size_t y, x, tap;
         do {
-            tap = draw_size(0, l->kernel * l->kernel - 1);
-            y = o.y * l->stride + tap / l->kernel - l->padding;
-            x = o.x * l->stride + tap % l->kernel - l->padding;
+            tap = draw_size(0, l->kernel_size * l->kernel_size - 1);
+            y = o.y * l->stride + tap / l->kernel_size - l->padding;
+            x = o.x * l->stride + tap % l->kernel_size - l->padding;
         } while (y >= l->in.h || x >= l->in.w);
         argmax[i] = (uint8_t)tap;
     }
@@ -532,7 +658,7 @@ static size_t find_product(const Case *c, const Trial *t) {
 // Whether element i is where the product belongs, moved by the padding in rows and columns
 static bool moved_by_padding(const Case *c, const Trial *t, size_t i) {
     const Layer *l = &c->l;
-    const size_t width = c->role == OUTPUT ? l->out.w : c->role == IMAGE ? l->in.w : l->kernel;
+    const size_t width = c->role == OUTPUT ? l->out.w : c->role == IMAGE ? l->in.w : l->kernel_size;
     const size_t numbers = c->role == OUTPUT  ? l->out.c
                            : c->role == IMAGE ? l->in.c
                                               : l->in.c * l->out.c;
@@ -608,7 +734,7 @@ static void print_effect(const Case *c, const Trial *t, real found, bool belongs
             "%s was found in %s.%s\n", c->pool ? "This dout" : "The product",
             element(c, c->role, instead),
             c->pool
-                ? " w.saved is i * kernel + j of the maximum, counted from the window's upper "
+                ? " w.saved is i * kernel_size + j of the maximum, counted from the window's upper "
                   "left corner: its pixel is (y * stride + i - padding, x * stride + j - padding)."
             : moved_by_padding(c, t, instead) ? " That is off by the padding: was it forgotten?"
             : belongs_here                    ? ""
@@ -710,7 +836,7 @@ static Case draw_large_case(Role role, bool pool) {
     Case c = draw_case(role, pool, 5);
     c.n = 3;
     c.accumulate = false;
-    c.l.kernel = 5;
+    c.l.kernel_size = 5;
     c.l.stride = 1;
     c.l.padding = 2;
     c.l.in = (Shape){24, 29, 5};
@@ -729,7 +855,7 @@ static void test_threads(Case c) {
     fill_all(&c);
     call(&c, NAN);
     memcpy(one, result->data, result->count * sizeof(real));
-    set_num_threads(4);
+    threads = 4;
     for (size_t repeat = 0; repeat < THREADED_CALLS; repeat++) {
         call(&c, NAN);
         for (size_t i = 0; i < result->count; i++)
@@ -742,7 +868,7 @@ static void test_threads(Case c) {
                 give_up();
             }
     }
-    set_num_threads(1);
+    threads = 1;
 }
 
 static void test_layer(Role role, bool pool) {
@@ -842,7 +968,7 @@ static const char *const numbers_are[NUMBERS] = {"numbers from -1 to 1", "only n
 // Whether pixel number `pixel` lies in the window of output number `out`, and at which position.
 static bool in_window(const Case *c, size_t out, size_t pixel, Mistake m, size_t *tap) {
     size_t channel = place(out, c->l.out, false).c;
-    for (*tap = 0; *tap < c->l.kernel * c->l.kernel; ++*tap) {
+    for (*tap = 0; *tap < c->l.kernel_size * c->l.kernel_size; ++*tap) {
         size_t filter = (*tap * c->l.in.c + channel) * c->l.out.c + channel;
         if (contributes(c, (size_t[ROLES]){out, filter, pixel}, m))
             return true;
@@ -911,17 +1037,17 @@ static bool wrong_maximum(const Case *c, size_t i) {
 // Prints what is wrong with its argmax, when all maxima are right; false: nothing.
 static bool wrong_argmax(const Case *c, size_t i) {
     const Array *in = &tensors[IMAGE];
-    size_t first = c->l.kernel * c->l.kernel, tap;
+    size_t first = c->l.kernel_size * c->l.kernel_size, tap;
     for (size_t pixel = 0; pixel < in->count; pixel++)
         if (in->data[pixel] == tensors[OUTPUT].data[i] && in_window(c, i, pixel, RIGHT, &tap))
             first = min_size(first, tap);
     if (argmax[i] == first)
         return false;
     printf("%s is right, but its argmax is %u, expected %zu (i = %zu, j = %zu)%s.\n",
-           element(c, OUTPUT, i), argmax[i], first, first / c->l.kernel, first % c->l.kernel,
-           argmax[i] == 255 ? "; it was not written" : "");
-    printf("argmax is i * kernel + j of the first maximum, with i and j counted from the window's "
-           "upper left corner, which may lie outside of the image.\n");
+           element(c, OUTPUT, i), argmax[i], first, first / c->l.kernel_size,
+           first % c->l.kernel_size, argmax[i] == 255 ? "; it was not written" : "");
+    printf("argmax is i * kernel_size + j of the first maximum, with i and j counted from the "
+           "window's upper left corner, which may lie outside of the image.\n");
     return true;
 }
 
@@ -947,11 +1073,11 @@ static void test_pool_case(const Case *c, Numbers kind) {
     fill(&tensors[OUTPUT], NAN);
     memset(argmax_memory, 255, sizeof argmax_memory);
     now_testing = *c;
-    maxpool2d_forward_naive((Work){.l = &c->l,
-                                   .n = c->n,
-                                   .in = tensors[IMAGE].data,
-                                   .out = tensors[OUTPUT].data,
-                                   .saved = argmax});
+    run_part(POOL_FORWARD, (Work){.l = &c->l,
+                                  .n = c->n,
+                                  .in = lend_input(&tensors[IMAGE], "in"),
+                                  .out = lend_output(&tensors[OUTPUT], "out"),
+                                  .saved = lend_argmax()});
     check_guards(c, NAN);
     size_t count = tensors[OUTPUT].count;
     bool wrong = written_beside_argmax(count);
@@ -981,8 +1107,8 @@ static void test_overlap(void) {
     Case c = draw_case(IMAGE, true, 1);
     c.accumulate = false;
     c.l.stride = 1;
-    c.l.out.h = c.l.in.h - c.l.kernel + 1;
-    c.l.out.w = c.l.in.w - c.l.kernel + 1;
+    c.l.out.h = c.l.in.h - c.l.kernel_size + 1;
+    c.l.out.w = c.l.in.w - c.l.kernel_size + 1;
     clear(&c, NAN);
     memset(argmax_memory, 0, sizeof argmax_memory);
     argmax[0] = 1; // pixel (0, 1), which is also position 0 of output 1
@@ -1078,7 +1204,8 @@ static void print_softmax_effect(double found, const real *dout, const real *out
 static void test_softmax_case(Dout kind) {
     size_t n = kind == MINUS_ONE_HOT ? 1 : draw_size(2, MOST_ROWS);
     size_t classes = draw_size(2, MOST_CLASSES), count = n * classes;
-    Array *in = &tensors[IMAGE], *dout = &tensors[OUTPUT], *din = &prior, *out = &spare_image;
+    Array *in = &tensors[IMAGE], *dout = &tensors[OUTPUT];
+    Array *din = &spare_filter, *out = &spare_image;
     resize(in, count, NAN);
     resize(dout, count, NAN);
     resize(out, count, NAN);
@@ -1091,12 +1218,14 @@ static void test_softmax_case(Dout kind) {
         dout->data[row * classes + draw_size(0, classes - 1)] =
             kind == ONE_HOT ? 2 * draw_real() : -1;
     const Layer l = log_softmax_layer(classes);
-    Work w = {.l = &l, .n = n, .in = in->data, .out = out->data};
-    log_softmax_forward(w);
+    log_softmax_forward((Work){.l = &l, .n = n, .in = in->data, .out = out->data});
     fill(din, NAN);
-    w.dout = dout->data;
-    w.din = din->data;
-    log_softmax_backward(w);
+    run_part(SOFTMAX, (Work){.l = &l,
+                             .n = n,
+                             .in = lend_input(in, "in"),
+                             .out = lend_input(out, "out"),
+                             .dout = lend_input(dout, "dout"),
+                             .din = lend_output(din, "din")});
     if (written_outside(din, NAN) != 0) {
         printf("din has %zu numbers, but index %td was written.\n", count,
                written_outside(din, NAN));
@@ -1135,18 +1264,18 @@ static void test_softmax(void) {
 
 static Net net; // as the program would build it
 
-static void build_lenet(Shape images, size_t classes) {
-    static const Kernels none;
-    static Settings settings = {.model = "lenet", .width = 6};
-    DatasetInfo info = {.name = "the test", .shape = images, .classes = classes};
+static void run_lenet(Shape images, size_t classes) {
     printf("(lenet for images of %zu x %zu x %zu, %zu classes)\n", images.h, images.w, images.c,
            classes);
-    net_build(&net, find_model("lenet"), &info, &settings, &none);
+    shared->images = images;
+    shared->classes = classes;
+    run_part(LENET, (Work){0});
+    net = shared->net;
 }
 
 typedef struct Row {
     LayerKind kind;
-    size_t kernel, stride, padding;
+    size_t kernel_size, stride, padding;
     Shape out;
 } Row;
 
@@ -1156,7 +1285,8 @@ static bool same_shapes(Shape a, Shape b) {
 
 static void compare_row(size_t i, const Row *row) {
     const Layer *l = &net.layers[i];
-    Layer wanted_layer = {.kind = row->kind, .kernel = row->kernel, .stride = row->stride};
+    Layer wanted_layer = {
+        .kind = row->kind, .kernel_size = row->kernel_size, .stride = row->stride};
     wanted_layer.padding = row->padding;
     wanted_layer.out = row->out;
     wanted_layer.in = net.layers[i - 1].out;
@@ -1196,12 +1326,12 @@ static void check_lenet(Shape in, Shape p1, Shape c2, Shape p2, size_t classes, 
                         {LINEAR, 0, 0, 0, {1, 1, classes}},
                         {LOG_SOFTMAX, 0, 0, 0, {1, 1, classes}}};
     const size_t count = sizeof rows / sizeof *rows;
-    build_lenet(in, classes);
-    for (size_t i = 0; i < min_size(count, net.count - 1); i++)
+    run_lenet(in, classes);
+    for (size_t i = 0; i < min_size(count, net.layer_count - 1); i++)
         compare_row(i + 1, &rows[i]);
-    if (net.count == count + 1 && net.parameter_count == parameters)
+    if (net.layer_count == count + 1 && net.parameter_count == parameters)
         return;
-    printf("The network has %zu rows and %zu parameters, expected %zu and %zu.\n", net.count,
+    printf("The network has %zu rows and %zu parameters, expected %zu and %zu.\n", net.layer_count,
            net.parameter_count, count + 1, parameters);
     give_up();
 }
@@ -1218,11 +1348,12 @@ static void test_lenet(void) {
 // ---- main
 
 int main(int argc, char **argv) {
+    set_num_threads(1); // LLVM's OpenMP opens a file when it starts
+    if (is_worker(argc, argv))
+        serve(call_part);
     const char *given = getenv("SEED");
     seed = given ? strtoull(given, NULL, 10) : (uint64_t)(now() * 1e6) % 1000000;
-    const struct sigaction on_crash = {.sa_sigaction = crashed, .sa_flags = SA_SIGINFO};
-    sigaction(SIGSEGV, &on_crash, NULL);
-    set_num_threads(1);
+    start_worker("./lab01", sizeof(Shared));
     test = argc == 2 ? atoi(argv[1]) : 0;
     switch (test) {
     case 1:

@@ -2,7 +2,10 @@
 
    The tests replace the augmentation by observe(), which is called for each image that is made. It
    counts the call, checks it and can delay it, so the tests see what the workers do, whatever their
-   code looks like. The first error ends the program with a line that names it. */
+   code looks like. The first error ends the program with a line that names it.
+
+   A test runs in a process of its own (apart.h), beside the threads of the queue. It returns a
+   digest of each batch that it got; how many there are, and what is in them, is compared here. */
 
 #define _GNU_SOURCE 1
 #include <pthread.h>
@@ -57,7 +60,28 @@ int __wrap_pthread_cond_wait(pthread_cond_t *changed, pthread_mutex_t *lock) {
 #define CNN_NO_MAIN
 #define CNN_NO_KERNELS // the queue needs no fast layers
 #include "../../cnn.c"
+#include "apart.h"
 #include "report.h"
+
+// A batch that loader_next() has returned
+typedef struct Returned {
+    size_t size, epoch, number;
+    uint64_t digest; // of its images and labels
+} Returned;
+
+enum { MOST_RETURNED = 65536, NO_LIMIT_S = 1000000 };
+
+typedef struct Shared {
+    Apart apart;
+    size_t test; // its number
+    int patience_s;
+    bool silent;     // nothing has happened for patience_s
+    char said[4096]; // what is wrong
+    size_t count;
+    Returned returned[MOST_RETURNED];
+} Shared;
+
+static Shared *const shared = SHARED_MEMORY;
 
 /* ---- What observe() sees --------------------------------------------------------------------- */
 
@@ -135,7 +159,7 @@ static void observe(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *k
     if (epoch != READ(seen.epoch))
         wrong(
             "a worker was still making batch %zu of epoch %zu when loader_start() had begun epoch "
-            "%zu: loader_start() waits until l->busy, the workers that make a batch, is 0",
+            "%zu: loader_start() waits until loader->busy, the workers that make a batch, is 0",
             position / seen.size, epoch, READ(seen.epoch));
     ADD(seen.made[epoch][position], 1);
     HAPPENED();
@@ -192,9 +216,7 @@ static void *watch(void *unused) {
             quiet_s = 0;
         before = count;
     }
-    FILE *note = fopen("deadlock", "w"); // lab03.sh is less patient from now on
-    if (note)
-        fclose(note);
+    shared->silent = true;
     explain_silence();
 }
 
@@ -314,9 +336,25 @@ static const Batch *next_batch_of_loader(size_t number) {
     return batch;
 }
 
+// Continues a digest with a byte (FNV-1a).
+static uint64_t digest_byte(uint64_t digest, uint8_t byte) {
+    return (digest ^ byte) * 0x100000001B3;
+}
+
+static void note_returned(const Batch *batch, size_t number) {
+    Returned r = {.size = seen.size, .epoch = seen.epoch, .number = number};
+    for (size_t i = 0; i < batch->n * PIXELS; i++)
+        r.digest = digest_byte(r.digest, (uint8_t)lround((double)batch->images[i] * 255));
+    for (size_t i = 0; i < batch->n; i++)
+        r.digest = digest_byte(r.digest, batch->labels[i]);
+    if (shared->count < MOST_RETURNED)
+        shared->returned[shared->count++] = r;
+}
+
 static const Batch *take_batch(size_t number) {
     const Batch *batch = next_batch_of_loader(number);
     check_batch(batch, number);
+    note_returned(batch, number);
     return batch;
 }
 
@@ -576,27 +614,107 @@ static void test_races(void) {
     test_restless();
 }
 
-static const NamedTest tests[] = {{"order", test_order},
-                                  {"sizes", test_sizes},
-                                  {"first", test_first},
-                                  {"restless", test_restless},
-                                  {"ahead", test_ahead},
-                                  {"concurrent", test_concurrent},
-                                  {"slow_batch", test_slow_batch},
-                                  {"left_early", test_left_early},
-                                  {"end", test_end},
-                                  {"sleep", test_sleep},
-                                  {"races", test_races}};
+static const struct {
+    const char *name;
+    void (*run)(void);
+    size_t batches; // that it takes
+} tests[] = {{"order", test_order, 208},
+             {"sizes", test_sizes, 1968},
+             {"first", test_first, 84},
+             {"restless", test_restless, 1084},
+             {"ahead", test_ahead, 72},
+             {"concurrent", test_concurrent, 104},
+             {"slow_batch", test_slow_batch, 468},
+             {"left_early", test_left_early, 192},
+             {"end", test_end, 21},
+             {"sleep", test_sleep, 104},
+             {"races", test_races, 1484}};
+enum { TESTS = sizeof tests / sizeof *tests };
 
-// Runs the tests that are named, then sends the checker's token.
+/* ---- The two processes ----------------------------------------------------------------------- */
+
+// In the worker: runs a test.
+static void run_test(void) {
+    static pthread_t watcher;
+    if (!verdict_file) {
+        verdict_file = fmemopen(shared->said, sizeof shared->said, "w");
+        patience_s = shared->patience_s;
+        make_images();
+        if (pthread_create(&watcher, NULL, watch, NULL) != 0)
+            wrong("no thread can be started");
+    }
+    tests[shared->test].run();
+}
+
+// The digest that a batch has to have
+static uint64_t right_digest(const Returned *r) {
+    uint32_t order[IMAGES];
+    uint64_t digest = 0;
+    const size_t first = r->number * r->size, end = min_size(first + r->size, IMAGES);
+    for (size_t i = 0; i < IMAGES; i++)
+        order[i] = (uint32_t)i;
+    shuffle(order, IMAGES, seed, r->epoch);
+    for (size_t position = first; position < end; position++)
+        for (size_t p = 0; p < PIXELS; p++) {
+            uint8_t pixel = images[order[position] * PIXELS + p];
+            pixel = p == 1 ? (uint8_t)r->epoch : p == 2 ? (uint8_t)position : pixel;
+            digest = digest_byte(digest, pixel);
+        }
+    for (size_t position = first; position < end; position++)
+        digest = digest_byte(digest, labels[order[position]]);
+    return digest;
+}
+
+static void note_deadlock(void) { // lab03.sh is less patient from now on
+    FILE *note = fopen("deadlock", "w");
+    if (note)
+        fclose(note);
+}
+
+static void check_returned(size_t test) {
+    const size_t count = min_size(shared->count, MOST_RETURNED), want = tests[test].batches;
+    for (size_t i = 0; i < count; i++) {
+        const Returned r = shared->returned[i];
+        if (r.digest != right_digest(&r))
+            wrong("batch %zu of epoch %zu is not what the permutation says", r.number, r.epoch);
+    }
+    if (count != want)
+        wrong("the test ended after %zu batches, expected %zu: does your code end it?", count,
+              want);
+}
+
+static void try_test(size_t test) {
+    shared->test = test;
+    shared->count = 0;
+    const char *end = run_apart_for(NO_LIMIT_S); // a deadlock is watch()'s business
+    if (shared->silent)
+        note_deadlock();
+    shared->said[sizeof shared->said - 1] = 0;
+    if (*shared->said)
+        wrong("%.*s", (int)strcspn(shared->said, "\n"), shared->said);
+    if (end)
+        wrong("your code %s", end);
+    check_returned(test);
+}
+
+static size_t test_named(const char *name) {
+    for (size_t t = 0; t < TESTS; t++)
+        if (strcmp(name, tests[t].name) == 0)
+            return t;
+    wrong("there is no test \"%s\"", name);
+}
+
+// lab03 WORKER TEST...: runs the tests that are named, then sends the checker's token.
 int main(int argc, char **argv) {
-    pthread_t watcher;
-    if (getenv("PATIENCE_S"))
-        patience_s = atoi(getenv("PATIENCE_S"));
-    if (pthread_create(&watcher, NULL, watch, NULL) != 0)
-        return 2;
+    if (is_worker(argc, argv))
+        serve(run_test);
+    if (argc < 2)
+        wrong("usage: lab03 WORKER TEST...");
+    start_worker(argv[1], sizeof(Shared));
+    shared->patience_s = getenv("PATIENCE_S") ? atoi(getenv("PATIENCE_S")) : patience_s;
     make_images();
-    run_named(tests, sizeof tests / sizeof *tests, argc, argv);
+    for (int a = 2; a < argc; a++)
+        try_test(test_named(argv[a]));
     send_token();
     return 0;
 }

@@ -1,32 +1,96 @@
 /* lab04.c - lab 4's tests of kernels, on a GPU or in the emulator. Outputs are initialised to a NaN
    that no sum gives, inputs and outputs lie between guard zones, and numbers are small integers, so
    that a sum is the same in every order. The reference is the CPU's definitions, those of lab 1.
+   The kernels run in a process of their own (device.h).
 
      lab04 K   a test; then it sends back the token that it reads (see check.sh); 0: no test
-     lab04 6   every kernel once, for the race detector */
+     lab04 6   every kernel once, for the race detector
+   WORKER=PROGRAM: the one with the kernels */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
+#include "device.h"
 #include "draw.h"
 
 // At the end of the assembled cnn_kernels.cu
-void lab_add_bias(Work w);
+__attribute__((weak)) void lab_add_bias(Work w);
+
+enum { START = OWN_CALLS, RUN_LAYER, ADD_BIAS };
+
+typedef struct Shared {
+    Calls calls;
+    char no_gpu[256]; // why there is none
+    LayerKind kind;
+    Layer layer;
+    Work work;
+    size_t launches, threads; // counted by the emulator (lab04_launches.h)
+} Shared;
+
+static Shared *const shared = SHARED_MEMORY;
+
+/* ---- The worker ------------------------------------------------------------------------------ */
 
 static const Kernels *gpu;
 
-static void fill(real *numbers, size_t count) {
-    for (size_t i = 0; i < count; i++)
-        numbers[i] = (real)draw(0, 8) - 4;
+void *lab_alloc(size_t bytes) {
+    return gpu->device->alloc(bytes);
 }
 
-/* ---- Launches, counted by the emulator (lab04_launches.h) ------------------------------------ */
+void lab_free(void *memory) {
+    gpu->device->release(memory);
+}
 
-static size_t launches, launched_threads;
+void lab_copy(void *to, const void *from, size_t bytes, bool to_device) {
+    (void)to_device;
+    gpu->device->synchronize();
+    gpu->device->copy(to, from, bytes);
+}
 
 void lab_launched(const char *kernel, size_t threads);
 void lab_launched(const char *kernel, size_t threads) {
     (void)kernel;
-    launches++;
-    launched_threads += threads;
+    shared->launches++;
+    shared->threads += threads;
+}
+
+static void start_device(void) {
+    const char *reason = "";
+    gpu = cuda_kernels(0);
+    if (gpu->device->count(&reason) == 0)
+        snprintf(shared->no_gpu, sizeof shared->no_gpu, "%s", reason);
+    else
+        gpu->device->use(0, 0, die);
+}
+
+static void own_call(int call) {
+    const Layer layer = shared->layer;
+    Work w = shared->work;
+    w.l = &layer;
+    if (call == START)
+        start_device();
+    if (call == RUN_LAYER)
+        gpu->layers[shared->kind].forward(w);
+    if (call == ADD_BIAS)
+        lab_add_bias(w);
+    if (!*shared->no_gpu)
+        gpu->device->synchronize();
+}
+
+static void serve_lab(void) {
+    serve_call(own_call);
+}
+
+/* ---- The checker ----------------------------------------------------------------------------- */
+
+static void run_on_device(int call, LayerKind kind, Work w) {
+    shared->kind = kind;
+    shared->layer = *w.l;
+    shared->work = w;
+    call_worker(call);
+}
+
+static void fill(real *numbers, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        numbers[i] = (real)draw(0, 8) - 4;
 }
 
 /* ---- Memory of the device between guard zones ------------------------------------------------ */
@@ -56,7 +120,7 @@ typedef struct Array {
 
 static Array new_array(const char *name, size_t count, uint32_t guard) {
     Array a = {name, must_alloc(count * sizeof(real), "a test"), NULL, count, guard};
-    a.device = (real *)gpu->device->alloc((count + 2 * GUARD) * sizeof(real)) + GUARD;
+    a.device = (real *)device_alloc((count + 2 * GUARD) * sizeof(real)) + GUARD;
     return a;
 }
 
@@ -79,7 +143,7 @@ static void send(const Array *a) {
     for (size_t i = 0; i < count; i++)
         all[i] = number_of(a->guard);
     memcpy(all + GUARD, a->host, a->count * sizeof *all);
-    gpu->device->copy(a->device - GUARD, all, count * sizeof *all);
+    copy_to_device((char *)(a->device - GUARD), all, count * sizeof *all);
     free(all);
 }
 
@@ -101,8 +165,7 @@ static void check_guard(const Array *a, const real *guard, bool after) {
 static void fetch(Array *a, bool is_input) {
     size_t count = a->count + 2 * GUARD;
     real *all = must_alloc(count * sizeof *all, "a test");
-    gpu->device->synchronize();
-    gpu->device->copy(all, a->device - GUARD, count * sizeof *all);
+    copy_from_device(all, (char *)(a->device - GUARD), count * sizeof *all);
     check_guard(a, all, false);
     check_guard(a, all + GUARD + a->count, true);
     for (size_t i = 0; is_input && i < a->count; i++)
@@ -113,7 +176,7 @@ static void fetch(Array *a, bool is_input) {
 }
 
 static void drop(Array *a) {
-    gpu->device->release(a->device - GUARD);
+    device_free(a->device - GUARD);
     free(a->host);
 }
 
@@ -161,7 +224,7 @@ static void check_relu(const Array *out, const real *in) {
 
 static void relu_on_gpu(real *out, const real *in, size_t count) {
     const Layer l = {.kind = RELU, .in = {1, 1, count}, .out = {1, 1, count}};
-    gpu->layers[RELU].forward((Work){.l = &l, .n = 1, .in = in, .out = out});
+    run_on_device(RUN_LAYER, RELU, (Work){.l = &l, .n = 1, .in = in, .out = out});
 }
 
 static void relu_of(size_t count) {
@@ -218,7 +281,8 @@ static void bias_of(size_t pixels, size_t channels) {
     send(&out);
     send(&bias);
     const Layer l = {.kind = CONV2D, .out = {1, pixels, channels}, .bias_count = channels};
-    lab_add_bias((Work){.l = &l, .n = 1, .out = out.device, .bias = bias.device});
+    run_on_device(ADD_BIAS, CONV2D,
+                  (Work){.l = &l, .n = 1, .out = out.device, .bias = bias.device});
     fetch(&out, false);
     fetch(&bias, true);
     size_t unchanged = 0;
@@ -277,7 +341,7 @@ static const Layer *new_layer(Shape in) {
 static const Layer *new_conv(Shape in, size_t channels, size_t kernel, size_t stride,
                              size_t padding) {
     const Layer *l = new_layer(in);
-    conv2d_with_bias(&net, 0, channels, kernel, stride, padding, false);
+    conv2d_bias(&net, 0, channels, kernel, stride, padding, false);
     return l;
 }
 
@@ -295,7 +359,8 @@ static const char *shape_of(const Layer *l, size_t n) {
     snprintf(text, sizeof text,
              "%zu images of %zu x %zu x %zu, filter %zu x %zu, stride %zu, padding %zu, "
              "%zu channels out",
-             n, l->in.h, l->in.w, l->in.c, l->kernel, l->kernel, l->stride, l->padding, l->out.c);
+             n, l->in.h, l->in.w, l->in.c, l->kernel_size, l->kernel_size, l->stride, l->padding,
+             l->out.c);
     return text;
 }
 
@@ -327,11 +392,12 @@ static void run_kernel(Trial *t) {
     send(&t->out);
     send(&t->in);
     send(&t->weight);
-    gpu->layers[t->l->kind].forward((Work){.l = t->l,
-                                           .n = t->n,
-                                           .in = t->in.device,
-                                           .weight = t->weight.device,
-                                           .out = t->out.device});
+    run_on_device(RUN_LAYER, t->l->kind,
+                  (Work){.l = t->l,
+                         .n = t->n,
+                         .in = t->in.device,
+                         .weight = t->weight.device,
+                         .out = t->out.device});
     fetch(&t->out, false);
     fetch(&t->in, true);
     fetch(&t->weight, true);
@@ -384,7 +450,7 @@ static void conv_of_ones(const Layer *l, size_t n, bool border_only) {
     run_trial(&t);
     for (size_t i = 0; i < t.out.count; i++)
         if (t.out.host[i] != t.want[i]) {
-            bool inside = t.want[i] == (real)(l->kernel * l->kernel * l->in.c);
+            bool inside = t.want[i] == (real)(l->kernel_size * l->kernel_size * l->in.c);
             wrong_inside += inside || t.out.host[i] < t.want[i];
             at = at < t.out.count ? at : i;
         }
@@ -421,7 +487,7 @@ static void conv_of_one(const Layer *l, size_t n) {
               "output has its 1 %s, expected %s. Are rows and columns, or the strides of weight[], "
               "mixed up?",
               shape_of(l, n), row / l->in.h, row % l->in.h, pixel % l->in.w, channel,
-              tap / l->kernel, tap % l->kernel, channel, w % l->out.c,
+              tap / l->kernel_size, tap % l->kernel_size, channel, w % l->out.c,
               first_one(found, t.out.host, l, t.out.count),
               first_one(wanted, t.want, l, t.out.count));
     drop_trial(&t);
@@ -476,15 +542,16 @@ static void test_conv_strides(void) {
 /* ---- Launches and races ---------------------------------------------------------------------- */
 
 static void check_launches(const char *what, size_t numbers) {
-    if (launches == 0)
+    const size_t threads = shared->threads;
+    if (shared->launches == 0)
         wrong("%s: no kernel was launched", what);
-    if (launched_threads < numbers)
+    if (threads < numbers)
         wrong("%s: %zu numbers, but only %zu threads; here each number has a thread of its own",
-              what, numbers, launched_threads);
-    if (launched_threads > numbers + 1024)
+              what, numbers, threads);
+    if (threads > numbers + 1024)
         wrong("%s: %zu numbers, and %zu threads: more than one block too many", what, numbers,
-              launched_threads);
-    launches = launched_threads = 0;
+              threads);
+    shared->launches = shared->threads = 0;
 }
 
 static void ignore_launches(const char *what, size_t numbers) {
@@ -501,16 +568,13 @@ static void run_kernels(void (*check)(const char *what, size_t numbers)) {
     send(&weight);
     send(&bias);
     Work w = {.l = l, .n = 2, .in = in.device, .weight = weight.device, .out = out.device};
-    gpu->layers[CONV2D].forward(w);
-    gpu->device->synchronize();
+    run_on_device(RUN_LAYER, CONV2D, w);
     check("convolution", out.count);
     w.bias = bias.device;
-    lab_add_bias(w);
-    gpu->device->synchronize();
+    run_on_device(ADD_BIAS, CONV2D, w);
     check("bias", out.count);
     w.in = w.out;
-    gpu->layers[RELU].forward(w);
-    gpu->device->synchronize();
+    run_on_device(RUN_LAYER, RELU, w);
     check("ReLU", out.count);
     fetch(&out, false);
     drop(&out);
@@ -531,15 +595,16 @@ int main(int argc, char **argv) {
     static void (*const tests[])(void) = {NULL,       test_relu,    test_relu_in_place,
                                           test_bias,  test_conv,    test_conv_strides,
                                           test_races, test_launches};
+    if (is_worker(argc, argv))
+        serve(serve_lab);
     size_t test = argc == 2 ? strtoul(argv[1], NULL, 10) : 99;
-    const char *reason;
     if (test >= sizeof tests / sizeof *tests)
         wrong("lab04: there is no such test");
-    if (cuda_kernels(0)->device->count(&reason) == 0)
-        wrong("no GPU (%s); DEVICE=emulator tests without one", reason);
+    start_worker(getenv("WORKER") ? getenv("WORKER") : "./lab04_emulated", sizeof(Shared));
+    call_worker(START);
+    if (*shared->no_gpu)
+        wrong("no GPU (%.255s); DEVICE=emulator tests without one", shared->no_gpu);
     draw_seed();
-    gpu = cuda_kernels(0);
-    gpu->device->use(0, 0, die);
     if (tests[test])
         tests[test]();
     if (test != 6)

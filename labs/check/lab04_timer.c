@@ -1,10 +1,11 @@
 /* lab04_timer.c - lab 4's timer on a simulated device: its clock is simulated, too, so that the
    right answer is known exactly. Queuing a kernel takes almost no time; kernels are executed in
-   order, while the host continues.
+   order, while the host continues. The timer runs in a process of its own (apart.h).
 
      lab04_timer 8|9   a test; then it sends back the token that it reads (see check.sh) */
 #define CNN_DECLARATIONS_ONLY
 #include "../../cnn.c"
+#include "apart.h"
 #include "report.h"
 #include <math.h>
 #include <stdio.h>
@@ -13,13 +14,27 @@
 #include <time.h>
 #include <unistd.h>
 
-double seconds_of(const Device *d, void (*work)(void *job), void *job, size_t times);
+// Weak, since it is not linked to the checker
+__attribute__((weak)) double seconds_of(const Device *d, void (*work)(void *job), void *job,
+                                        size_t times);
+
+typedef struct Shared {
+    Apart apart;
+    double duration, first, before; // seconds
+    size_t times;
+    double seconds; // what the timer returns
+    size_t calls;   // of work()
+} Shared;
+
+static Shared *const shared = SHARED_MEMORY;
+
+static double duration; // of a call of work() on the device
+
+/* ---- The worker ------------------------------------------------------------------------------ */
 
 static double host;   // the host's time, seconds
 static double device; // the time when the device will have finished all queued work
 static double marks[MARKS];
-static double duration, first_duration; // of a call of work() on the device; of the first one
-static size_t calls;
 
 // Reading a clock takes time, too.
 int lab_clock_gettime(clockid_t id, struct timespec *t) {
@@ -37,7 +52,7 @@ static void queue(double seconds) {
 
 static void work(void *job) {
     (void)job;
-    queue(calls++ ? duration : first_duration);
+    queue(shared->calls++ ? shared->duration : shared->first);
 }
 
 static void synchronize(void) {
@@ -63,21 +78,32 @@ static double elapsed(size_t from, size_t to) {
     return marks[to] - marks[from];
 }
 
-// What the student's timer returns if the first call takes `first` seconds and `before` seconds of
-// work are already queued.
-static double measured(double first, double before, size_t times) {
+static void call_timer(void) {
     const Device made_up = {
         .synchronize = synchronize, .mark = mark, .elapsed = elapsed, .wait = wait, .copy = copy};
     host = 1000;
     device = 0;
-    calls = 0;
-    first_duration = first;
-    queue(before);
-    double seconds = seconds_of(&made_up, work, NULL, times);
-    if (calls < times)
-        wrong("work() was called %zu times, expected at least %zu, the argument times", calls,
-              times);
-    return seconds;
+    shared->calls = 0;
+    queue(shared->before);
+    shared->seconds = seconds_of(&made_up, work, NULL, shared->times);
+}
+
+/* ---- The checker ----------------------------------------------------------------------------- */
+
+// What the student's timer returns if the first call takes `first` seconds and `before` seconds of
+// work are already queued.
+static double measured(double first, double before, size_t times) {
+    shared->duration = duration;
+    shared->first = first;
+    shared->before = before;
+    shared->times = times;
+    const char *end = run_apart();
+    if (end)
+        wrong("seconds_of() %s", end);
+    if (shared->calls < times)
+        wrong("work() was called %zu times, expected at least %zu, the argument times",
+              shared->calls, times);
+    return shared->seconds;
 }
 
 static bool near(double seconds, double wanted) {
@@ -125,6 +151,9 @@ static void test_counts_no_more(size_t times) {
 }
 
 int main(int argc, char **argv) {
+    if (is_worker(argc, argv))
+        serve(call_timer);
+    start_worker("./lab04_timer", sizeof(Shared));
     unsigned seed = (unsigned)time(NULL) ^ (unsigned)getpid();
     size_t times = 5 + seed % 20;
     duration = 1e-6 * (300 + seed / 32 % 600);

@@ -1,24 +1,67 @@
 /* lab05.c - lab 5's tests of convolutions, in the emulator, or on a GPU. Outputs are initialised to
    a NaN that no sum gives, all arrays lie between guard zones, and numbers are small integers, so
-   that a sum is the same in every order.
+   that a sum is the same in every order. The kernels run in a process of their own (device.h).
 
      lab05 right K    change K is right, for one tile, several, and ragged shapes
      lab05 counts K   ... and reads and writes no more than it should
      lab05 steps      change 4 has one barrier a step, and loads before it computes
-     lab05 speed      on a GPU: change 4 is faster than change 0 */
-#include "report.h"
+     lab05 speed      on a GPU: change 4 is faster than change 0
+
+   WORKER=PROGRAM: the one with the kernels */
+#include "device.h"
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 
 // At the end of the assembled conv.cu: lab05_device.cu
-void *lab_alloc(size_t bytes);
-void lab_free(void *memory);
-void lab_copy(void *to, const void *from, size_t bytes, bool to_device);
-void lab_convolve(int change, const int *s, const float *in, const float *weight, float *out);
-double lab_microseconds(int change, const int *s, const float *in, const float *weight, float *out);
-void lab_begin_count(void);
-void lab_end_count(long accesses[4], long bytes[4], long *barriers, long *overlapped);
+#define OF_THE_KERNELS __attribute__((weak))
+OF_THE_KERNELS void lab_convolve(int change, const int *s, const float *in, const float *weight,
+                                 float *out);
+OF_THE_KERNELS double lab_microseconds(int change, const int *s, const float *in,
+                                       const float *weight, float *out);
+OF_THE_KERNELS void lab_begin_count(void);
+OF_THE_KERNELS void lab_end_count(long accesses[4], long bytes[4], long *barriers,
+                                  long *overlapped);
+
+enum { GLOBAL_READ, GLOBAL_WRITE, SHARED_READ, SHARED_WRITE };
+typedef struct Counts {
+    long accesses[4], bytes[4], barriers, overlapped;
+} Counts;
+
+enum { CONVOLVE = OWN_CALLS, MEASURE, BEGIN_COUNT, END_COUNT };
+
+typedef struct Shared {
+    Calls calls;
+    int change, sizes[8];
+    float *in, *weight, *out;
+    double us;
+    Counts counts;
+} Shared;
+
+static Shared *const shared = SHARED_MEMORY;
+
+// In the worker
+static void own_call(int call) {
+    Shared *s = shared;
+    Counts *c = &s->counts;
+    switch (call) {
+    case CONVOLVE:
+        lab_convolve(s->change, s->sizes, s->in, s->weight, s->out);
+        break;
+    case MEASURE:
+        s->us = lab_microseconds(s->change, s->sizes, s->in, s->weight, s->out);
+        break;
+    case BEGIN_COUNT:
+        lab_begin_count();
+        break;
+    case END_COUNT:
+        lab_end_count(c->accesses, c->bytes, &c->barriers, &c->overlapped);
+    }
+}
+
+static void serve_lab(void) {
+    serve_call(own_call);
+}
 
 /* ---- Random numbers, fresh in each run ------------------------------------------------------- */
 
@@ -32,7 +75,7 @@ static int draw(int least, int most) {
 /* ---- Shapes ---------------------------------------------------------------------------------- */
 
 typedef struct Shape {
-    int n, h, w, c, oc, kernel, stride, padding; // in this order for lab_convolve()
+    int n, h, w, c, oc, kernel, stride, padding; // in this order in Shared.sizes
 } Shape;
 
 static int out_h(Shape s) {
@@ -93,7 +136,7 @@ static float *must_alloc(size_t count) {
 
 static Array new_array(const char *name, size_t count, bool is_output) {
     Array a = {name, must_alloc(count), NULL, count, is_output};
-    a.device = (float *)lab_alloc((count + 2 * GUARD) * sizeof(float)) + GUARD;
+    a.device = (float *)device_alloc((count + 2 * GUARD) * sizeof(float)) + GUARD;
     for (size_t i = 0; i < count; i++)
         a.host[i] = (float)draw(-4, 4);
     return a;
@@ -108,7 +151,7 @@ static void send(const Array *a) {
         put_bits(&all[i], guard_bits), put_bits(&all[count - 1 - i], guard_bits);
     if (!a->is_output)
         memcpy(all + GUARD, a->host, a->count * sizeof *all);
-    lab_copy(a->device - GUARD, all, count * sizeof *all, true);
+    copy_to_device((char *)(a->device - GUARD), all, count * sizeof *all);
     free(all);
 }
 
@@ -116,7 +159,7 @@ static void send(const Array *a) {
 static void fetch(const Array *a) {
     const size_t count = a->count + 2 * GUARD;
     float *all = must_alloc(count);
-    lab_copy(all, a->device - GUARD, count * sizeof *all, false);
+    copy_from_device(all, (char *)(a->device - GUARD), count * sizeof *all);
     for (size_t i = 0; i < GUARD; i++) {
         if (bits_of(all[GUARD + a->count + i]) != guard_bits)
             wrong(
@@ -133,7 +176,7 @@ static void fetch(const Array *a) {
 }
 
 static void drop(Array *a) {
-    lab_free(a->device - GUARD);
+    device_free(a->device - GUARD);
     free(a->host);
 }
 
@@ -200,11 +243,25 @@ static void check_written(const Trial *t) {
             shape_text(t->s), missing, t->out.count, place(t->s, first));
 }
 
+static void call_change(const Trial *t, int change, int call) {
+    shared->change = change;
+    memcpy(shared->sizes, &t->s, sizeof t->s);
+    shared->in = t->in.device;
+    shared->weight = t->weight.device;
+    shared->out = t->out.device;
+    call_worker(call);
+}
+
+static double microseconds(const Trial *t, int change) {
+    call_change(t, change, MEASURE);
+    return shared->us;
+}
+
 static void run_trial(const Trial *t, int change) {
     send(&t->in);
     send(&t->weight);
     send(&t->out);
-    lab_convolve(change, &t->s.n, t->in.device, t->weight.device, t->out.device);
+    call_change(t, change, CONVOLVE);
     fetch(&t->in);
     fetch(&t->weight);
     fetch(&t->out);
@@ -256,11 +313,6 @@ static void try_shape(Shape s, const char *stage, int change) {
 
 /* ---- What a change reads, and in which order ------------------------------------------------- */
 
-enum { GLOBAL_READ, GLOBAL_WRITE, SHARED_READ, SHARED_WRITE };
-typedef struct Counts {
-    long accesses[4], bytes[4], barriers, overlapped;
-} Counts;
-
 static long rounded(long a, long b) {
     return (a + b - 1) / b * b;
 }
@@ -284,12 +336,12 @@ static Shape counted_shape(int change) {
 
 // Of a launch whose result is right. Arrays that are not counted would hide accesses.
 static Counts counts_of(Shape s, int change) {
-    Counts c = {0};
     Trial t = new_trial(s, "this is the shape whose reads are counted");
     send(&t.in), send(&t.weight), send(&t.out);
-    lab_begin_count();
-    lab_convolve(change, &s.n, t.in.device, t.weight.device, t.out.device);
-    lab_end_count(c.accesses, c.bytes, &c.barriers, &c.overlapped);
+    call_worker(BEGIN_COUNT);
+    call_change(&t, change, CONVOLVE);
+    call_worker(END_COUNT);
+    const Counts c = shared->counts;
     fetch(&t.in), fetch(&t.weight), fetch(&t.out);
     check_written(&t);
     check_numbers(&t);
@@ -402,8 +454,8 @@ static void test_speed(void) {
     run_trial(&t, 4);
     check_written(&t);
     check_numbers(&t);
-    const double naive = lab_microseconds(0, &s.n, t.in.device, t.weight.device, t.out.device);
-    const double us = lab_microseconds(4, &s.n, t.in.device, t.weight.device, t.out.device);
+    const double naive = microseconds(&t, 0);
+    const double us = microseconds(&t, 4);
     fetch(&t.out);
     check_numbers(&t);
     if (us > naive)
@@ -412,12 +464,15 @@ static void test_speed(void) {
 }
 
 int main(int argc, char **argv) {
+    if (is_worker(argc, argv))
+        serve(serve_lab);
     const char *test = argc > 1 ? argv[1] : "";
     const int change = argc > 2 ? atoi(argv[2]) : 0;
     FILE *random = fopen("/dev/urandom", "r");
     if (!random || fread(&seed, sizeof seed, 1, random) != 1)
         wrong("/dev/urandom cannot be read");
     fclose(random);
+    start_worker(getenv("WORKER") ? getenv("WORKER") : "./lab05", sizeof(Shared));
     if (strcmp(test, "right") == 0)
         test_right(change);
     else if (strcmp(test, "counts") == 0)

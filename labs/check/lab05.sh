@@ -26,13 +26,16 @@ vet_part() { [ "$1" = 5.0 ] || vet_kernel "$1" 'conv_naive|naive_kernel' "one(),
 build() {
     wanted 1 2 3 4 5 6 7 8 9 || return 0
     { echo '#line 1 "conv.cu"' && cat labs/lab05/conv.cu labs/check/lab05_device.cu; } >lab05.cu
-    "${CC:-gcc}" -std=gnu17 -O1 -g -Wall -Wextra -c labs/check/lab05.c -o lab05.o || return
+    "${CC:-gcc}" -std=gnu17 -O1 -g -Wall -Wextra -c labs/check/lab05.c -o lab05.o &&
+        "${CC:-gcc}" lab05.o labs/check/apart.c -o checker -lm -lpthread || return
     if wanted 1 2 3 4 5 6 7 8; then
         sed -f tests/emulator/cuda_on_cpu.sed lab05.cu >lab05.cpp
         "${CXX:-g++}" -std=c++17 -O1 -g -march=native -Wno-unknown-pragmas -I. \
             -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -fsanitize=alignment -fsanitize-undefined-trap-on-error \
             -include tests/emulator/cuda_on_cpu.h -Dmain=conv_main -c lab05.cpp -o lab05_emulated.o &&
-            no_arrays lab05_emulated.o && "${CXX:-g++}" lab05.o lab05_emulated.o -o lab05 -lm -lpthread || return
+            no_arrays lab05_emulated.o &&
+            only_emulator_calls lab05_emulated.o "$in_its_main" &&
+            "${CXX:-g++}" lab05.o lab05_emulated.o -o lab05 -lm -lpthread || return
     fi
     if wanted 9 && on_gpu; then build_for_gpu; fi
 }
@@ -46,26 +49,26 @@ build_for_gpu() {
 
 # The threads of a block run in this order, and in the reverse one.
 right() {
-    CUEMU_ORDER=1 ./lab05 right "$1" <<<"" 9>/dev/null && ./lab05 right "$1"
+    CUEMU_ORDER=1 ./checker right "$1" <<<"" 9>/dev/null && ./checker right "$1"
 }
 
 run() {
     export CUEMU_PROTECT=1 CUEMU_CORES=1
     case $1 in
     1) right 1 ;;
-    2) ./lab05 counts 1 ;;
+    2) ./checker counts 1 ;;
     3) right 2 ;;
-    4) ./lab05 counts 2 ;;
+    4) ./checker counts 2 ;;
     5) right 3 ;;
-    6) ./lab05 counts 3 ;;
+    6) ./checker counts 3 ;;
     7) right 4 ;;
-    8) ./lab05 steps ;;
+    8) ./checker steps ;;
     9)
         on_gpu || {
             echo "no GPU was found; this test has no points"
             return 77
         }
-        ./lab05_gpu speed
+        WORKER_MAY_OPEN=1 WORKER=./lab05_gpu ./checker speed
         ;;
     esac
 }

@@ -22,7 +22,7 @@ static void begin_layer(Shape in) {
 
 static Layer conv(Shape in, size_t channels, size_t kernel, size_t stride, size_t padding) {
     begin_layer(in);
-    conv2d_with_bias(&net, 0, channels, kernel, stride, padding, false);
+    conv2d_bias(&net, 0, channels, kernel, stride, padding, false);
     return net.layers[1];
 }
 
@@ -46,8 +46,8 @@ static const char *shape_text(void) {
         text, sizeof text,
         "%zu images of %zu x %zu x %zu, filter %zu x %zu, stride %zu, padding %zu, %zu channels "
         "out%s",
-        trial.n, l->in.h, l->in.w, l->in.c, l->kernel, l->kernel, l->stride, l->padding, l->out.c,
-        trial.accumulate ? ", accumulate" : "");
+        trial.n, l->in.h, l->in.w, l->in.c, l->kernel_size, l->kernel_size, l->stride, l->padding,
+        l->out.c, trial.accumulate ? ", accumulate" : "");
     return text;
 }
 
@@ -65,7 +65,8 @@ static const char *place(size_t i) {
         const size_t tap = i / l->out.c / l->in.c;
         snprintf(text, sizeof texts[0],
                  "dweight[%zu]: filter row %zu, filter column %zu, channel in %zu, channel out %zu",
-                 i, tap / l->kernel, tap % l->kernel, i / l->out.c % l->in.c, i % l->out.c);
+                 i, tap / l->kernel_size, tap % l->kernel_size, i / l->out.c % l->in.c,
+                 i % l->out.c);
     }
     return text;
 }
@@ -146,7 +147,7 @@ static real *tap_of(real *x, size_t tap) {
 }
 
 static void flip_taps(real *x) {
-    const size_t taps = trial.layer.kernel * trial.layer.kernel;
+    const size_t taps = trial.layer.kernel_size * trial.layer.kernel_size;
     for (size_t t = 0; t < taps / 2; t++)
         for (size_t i = 0; i < pairs_of_channels(); i++) {
             const real kept = tap_of(x, t)[i];
@@ -156,7 +157,7 @@ static void flip_taps(real *x) {
 }
 
 static void clear_last_tap(real *x) {
-    const size_t taps = trial.layer.kernel * trial.layer.kernel;
+    const size_t taps = trial.layer.kernel_size * trial.layer.kernel_size;
     memset(tap_of(x, taps - 1), 0, pairs_of_channels() * sizeof *x);
 }
 
@@ -207,7 +208,7 @@ static bool is_mean(const real *want) {
 
 // The cause, if all of the wrong result shows it
 static const char *known_cause(const real *want) {
-    const size_t taps = trial.layer.kernel * trial.layer.kernel;
+    const size_t taps = trial.layer.kernel_size * trial.layer.kernel_size;
     const bool has_taps = taps > 1 && trial.layer.weight_count == taps * pairs_of_channels();
     if (!trial.data && trial.n > 1 && is_mean(want))
         return "; all are this sum divided by the number of images: is one image counted only, or "

@@ -100,7 +100,7 @@ static void adjust_of(LossScale before) {
     adjusted = new_scale(before);
     run_trial(adjust_job);
     const LossScale *s = scale_of(adjusted);
-    const bool skips = before.not_finite > 0, grows = !skips && before.steps == SCALE_STEPS - 1;
+    const bool skips = before.not_finite > 0, grows = !skips && before.steps == GROWTH_INTERVAL - 1;
     char was[160];
     snprintf(was, sizeof was, "scale %g, steps %u, skipped %u, not_finite %u: after adjust_scale()",
              (double)before.scale, before.steps, before.skipped, before.not_finite);
@@ -109,13 +109,12 @@ static void adjust_of(LossScale before) {
               (double)s->scale, (double)before.scale / 2);
     if (grows && s->scale != before.scale * 2)
         wrong("%s the scale is %g, expected %g: this was good step %d since the scale was changed, "
-              "SCALE_STEPS",
-              was, (double)s->scale, (double)before.scale * 2, SCALE_STEPS);
+              "GROWTH_INTERVAL",
+              was, (double)s->scale, (double)before.scale * 2, GROWTH_INTERVAL);
     if (!skips && !grows && s->scale != before.scale)
-        wrong(
-            "%s the scale is %g, expected %g: only the SCALE_STEPS-th good step, or a step that is "
-            "skipped, changes it",
-            was, (double)s->scale, (double)before.scale);
+        wrong("%s the scale is %g, expected %g: only the GROWTH_INTERVAL-th good step, or a step "
+              "that is skipped, changes it",
+              was, (double)s->scale, (double)before.scale);
     if (s->steps != (skips || grows ? 0 : before.steps + 1))
         wrong("%s steps is %u, expected %u: it counts good steps since the scale was changed", was,
               s->steps, skips || grows ? 0 : before.steps + 1);
@@ -128,14 +127,14 @@ static void adjust_of(LossScale before) {
 }
 
 static void test_adjust(void) {
-    adjust_of((LossScale){FIRST_SCALE, 0, 0, 0});
-    adjust_of((LossScale){FIRST_SCALE, 0, 0, 1});
-    adjust_of((LossScale){1024, SCALE_STEPS - 2, 4, 0});
-    adjust_of((LossScale){1024, SCALE_STEPS - 1, 4, 0});
-    adjust_of((LossScale){1024, SCALE_STEPS - 1, 4, 9});
+    adjust_of((LossScale){INIT_SCALE, 0, 0, 0});
+    adjust_of((LossScale){INIT_SCALE, 0, 0, 1});
+    adjust_of((LossScale){1024, GROWTH_INTERVAL - 2, 4, 0});
+    adjust_of((LossScale){1024, GROWTH_INTERVAL - 1, 4, 0});
+    adjust_of((LossScale){1024, GROWTH_INTERVAL - 1, 4, 9});
     adjust_of((LossScale){1, 5, 0, 1}); // below 1 is allowed
     for (size_t i = 0; i < 6; i++)
-        adjust_of((LossScale){ldexpf(1, (int)draw(0, 20)), (uint32_t)draw(0, SCALE_STEPS - 1),
+        adjust_of((LossScale){ldexpf(1, (int)draw(0, 20)), (uint32_t)draw(0, GROWTH_INTERVAL - 1),
                               (uint32_t)draw(0, 9), (uint32_t)(draw(0, 1) * draw(1, 999))});
 }
 
@@ -161,13 +160,13 @@ static void sequence_job(void) {
             grad[sequence.at] = (real)INFINITY;
         gpu->device->copy(sequence.grad->device, grad, PARAMS * sizeof *grad);
         gpu->count_not_finite(sequence.scale->device, sequence.grad->device, PARAMS);
-        gpu->sgd((Update){.param = sequence.param->device,
-                          .grad = sequence.grad->device,
-                          .state = {sequence.state->device},
-                          .param16 = sequence.param16->device,
-                          .scale = sequence.scale->device,
-                          .count = PARAMS,
-                          .step = step});
+        gpu->update[SGD]((Update){.param = sequence.param->device,
+                                  .grad = sequence.grad->device,
+                                  .state = {sequence.state->device},
+                                  .param16 = sequence.param16->device,
+                                  .scale = sequence.scale->device,
+                                  .count = PARAMS,
+                                  .step = step});
         gpu->adjust_scale(sequence.scale->device);
         gpu->device->copy(sequence.params + i * PARAMS, sequence.param->device,
                           PARAMS * sizeof(real));
@@ -190,7 +189,7 @@ static void sequence_of(size_t good_before, size_t bad) {
     double scale = 1024, moved = 0; // moved: by the steps so far, in units of the gradient
     size_t good = good_before;
     for (size_t i = 0; i < STEPS; i++) {
-        const bool skips = i == bad, grows = !skips && good + 1 == SCALE_STEPS;
+        const bool skips = i == bad, grows = !skips && good + 1 == GROWTH_INTERVAL;
         scale *= skips ? .5 : grows ? 2 : 1;
         good = skips || grows ? 0 : good + 1;
         moved += skips ? 0 : .5;
@@ -218,8 +217,8 @@ static void test_sequence(void) {
     sequence.params = shared_memory(STEPS * PARAMS * sizeof(real));
     sequence.scales = shared_memory(STEPS * sizeof(LossScale));
     sequence_of(0, draw(1, STEPS - 2));
-    sequence_of(SCALE_STEPS - 2, 4);
-    sequence_of(SCALE_STEPS - draw(2, 4), STEPS - 1);
+    sequence_of(GROWTH_INTERVAL - 2, 4);
+    sequence_of(GROWTH_INTERVAL - draw(2, 4), STEPS - 1);
 }
 
 /* ---- Layouts --------------------------------------------------------------------------------- */
@@ -309,7 +308,7 @@ static void images_of(bool nchw) {
     laid.in = new_input("images", count * sizeof(real));
     laid.out = new_output("the network's input", count * sizeof(real));
     laid.pooled = new_output("the max-pool's output", n * shape_size(half) * sizeof(real));
-    pool = (Layer){.kind = MAXPOOL2D, .in = s, .out = half, .kernel = 2, .stride = 2};
+    pool = (Layer){.kind = MAXPOOL2D, .in = s, .out = half, .kernel_size = 2, .stride = 2};
     real *in = laid.in->before;
     for (size_t i = 0; i < count; i++)
         in[i] = (real)i;
@@ -364,7 +363,7 @@ static void update_job(void) {
     u.param16 = gpu->element_bytes < sizeof(real) ? updated.param16->device : NULL;
     for (size_t k = 0; k < 2; k++)
         u.state[k] = updated.only_kept && k >= kept_states() ? NULL : updated.state[k]->device;
-    (updated.sgd ? gpu->sgd : gpu->adadelta)(u);
+    gpu->update[updated.sgd ? SGD : ADADELTA](u);
 }
 
 // The formulas of sgd() and adadelta() in cnn.c, section 7, in double; g: with the weight decay

@@ -7,7 +7,7 @@
 tests() {
     cat <<'END'
 2|7.1|gradients that are not finite are counted: Inf, -Inf and NaN, anywhere
-2|7.1|the scale is halved after a skipped step, and doubled after SCALE_STEPS good ones
+2|7.1|the scale is halved after a skipped step, and doubled after GROWTH_INTERVAL good ones
 2|7.1|an infinite gradient skips exactly one step; all others are as if it had not been there
 3|7.2|NHWC and NCHW: where each element lies, and which pixel and channel an index is
 1|7.2|images of the loader, and a max-pool, in both layouts
@@ -19,12 +19,10 @@ tests() {
 END
 }
 
-# shellcheck disable=SC2034 # check.sh reads it
-harmless='read write' # cnn_kernels.cu has functions of these names
-
 # What the parts may call of cnn_kernels.cu, and of CUDA besides launches.
 # shellcheck disable=SC2034 # kernels.sh reads it
-may_call='element first_of_pack load store read write ceil_div check stream layout_of at channel pixel update'
+may_call='element first_of_pack load store load_pack store_pack load_chunk store_chunk'
+may_call+=' ceil_div check stream layout_of at channel pixel update'
 may_call+=' cudaGetLastError cudaError_t cudaSuccess cudaGetErrorString cudaDeviceSynchronize cudaStream_t'
 
 # Appended to the kernels: what Layout says, for a test; and tables with what is tested
@@ -49,8 +47,8 @@ template <class T> static Kernels tested_kernels(Precision precision) {
     k.element_bytes = sizeof(T);
     k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
     k.load_images = load_images<T>;
-    k.adadelta = update<T, Adadelta>;
-    k.sgd = update<T, Sgd>;
+    k.update[ADADELTA] = update<T, Adadelta>;
+    k.update[SGD] = update<T, Sgd>;
     k.count_not_finite = count_not_finite;
     k.adjust_scale = adjust_scale;
     return k;
@@ -66,7 +64,8 @@ build() {
     "${CC:-gcc}" -std=gnu17 -g -march=native -w -c labs/check/lab07.c -o lab07.o || return
     if wanted 8; then emulated lab07_counted lab07 "${CXX:-g++}" -O1 -fsanitize=thread -DCUEMU_COUNT || return; fi
     if wanted 1; then build_races || return; fi
-    emulated lab07_emulated lab07 "${CXX:-g++}" -O0 -g && if on_gpu; then for_gpu lab07_gpu lab07; fi
+    emulated lab07_emulated lab07 "${CXX:-g++}" -O0 -g && only_emulator_calls lab07_emulated.o &&
+        if on_gpu; then for_gpu lab07_gpu lab07; fi
 }
 
 build_races() { # clang's race detector is faster; either will do

@@ -1,20 +1,38 @@
 /* lab08.c - tests of the ring all-reduce and of the sampler for `make check LAB=8`: `lab08 TEST`.
 
-   Each rank is a process of its own. It has its own numbers, but neither the others' nor the
-   right results. This program forwards its messages, counts them and checks what it returns. */
+   Each rank is a process of its own, of the program with the student's parts (apart.h). It has its
+   own numbers, but neither the others' nor the right results. The checker forwards its messages,
+   counts them and checks what it returns. */
 
 #define _GNU_SOURCE 1
 #define CNN_NO_MAIN
 #define CNN_NO_KERNELS // no layer is computed
 #define CNN_MPI        // ranks exchange messages; lab08_mpi/mpi.h declares them
 #include "../../cnn.c"
+#include "apart.h"
 #include "report.h"
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 
 enum { MOST_RANKS = 8, MOST_NUMBERS = 1024, PATIENCE_MS = 20000 };
+
+// What a loader is asked for
+typedef struct Sampling {
+    size_t images, epoch, batch;
+    uint64_t seed;
+} Sampling;
+
+// What a rank has to do: reduce a range of its numbers with the others, or load its images.
+typedef enum { REDUCE, SAMPLE } Job;
+typedef struct Task {
+    Job job;
+    size_t rank, world;
+    Range range;
+    size_t count; // of the numbers
+    real numbers[MOST_NUMBERS];
+    Sampling sampling;
+} Task;
 
 /* ---- A rank's side --------------------------------------------------------------------------- */
 
@@ -26,7 +44,7 @@ typedef struct Message {
     size_t sent, expected; // EXCHANGE: bytes to the right neighbour, and those from the left one
 } Message;
 
-static int wire; // to the checker
+static int wire = SHARED_FILE; // to the checker
 static struct {
     void *to;
     size_t bytes;
@@ -139,8 +157,8 @@ static struct {
     char what[128];          // for messages: this case
 } ranks;
 
-// Starts a process for each rank, which runs `body` and returns its result with put_message().
-static void start_ranks(size_t world, void (*body)(size_t rank)) {
+// Starts a process for each rank. fill() adds what a rank needs besides its place.
+static void start_ranks(size_t world, Job job, void (*fill)(Task *)) {
     ranks.world = world;
     ranks.steps = ranks.largest = 0;
     memset(ranks.sent, 0, sizeof ranks.sent);
@@ -149,21 +167,12 @@ static void start_ranks(size_t world, void (*body)(size_t rank)) {
         int ends[2];
         if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0)
             wrong("no socket");
-        if ((ranks.pid[r] = fork()) < 0)
-            wrong("cannot start a process");
-        if (ranks.pid[r] == 0) {
-            for (size_t other = 0; other < r; other++)
-                close(ranks.wire[other]);
-            close(ends[0]);
-            wire = ends[1];
-            close(9); // the token's way back, and where it is read from
-            if (!freopen("/dev/null", "r", stdin) || !freopen("/dev/null", "w", stdout) ||
-                !freopen("/dev/null", "w", stderr))
-                _exit(1);
-            body(r);
-            _exit(0);
-        }
+        ranks.pid[r] = start_apart("./lab08", ends[1]);
         close(ends[1]);
+        Task task = {.job = job, .rank = r, .world = world};
+        fill(&task);
+        if (write(ends[0], &task, sizeof task) != sizeof task)
+            wrong("rank %zu cannot be started", r);
         ranks.wire[r] = ends[0];
     }
 }
@@ -175,13 +184,13 @@ static _Noreturn void stop_ranks(void) {
 }
 
 // As wrong(), and ends the ranks.
-#define WRONG(...)                  \
-    do {                            \
-        printf("%s: ", ranks.what); \
-        printf(__VA_ARGS__);        \
-        puts("");                   \
-        fflush(stdout);             \
-        stop_ranks();               \
+#define WRONG(...)                              \
+    do {                                        \
+        fprintf(verdict(), "%s: ", ranks.what); \
+        fprintf(verdict(), __VA_ARGS__);        \
+        fputs("\n", verdict());                 \
+        fflush(verdict());                      \
+        stop_ranks();                           \
     } while (0)
 
 static _Noreturn void explain_end(size_t r) {
@@ -264,8 +273,6 @@ static struct {
     Range range;
     size_t count; // of the array
 } ring;
-static real numbers[MOST_NUMBERS]; // of a rank: of this one, in its own process
-
 // A small generator, since rand() may be the student's.
 static uint32_t draw_number(void) {
     static uint64_t state;
@@ -290,18 +297,23 @@ static real number_of(size_t rank, size_t i) {
     return (real)((r[0] % 2 ? 1 : -1) * ldexp(1 + uniform(r[1]), (int)(r[2] % 24)));
 }
 
-static void ring_body(size_t rank) {
+static void fill_ring(Task *task) {
+    task->range = ring.range;
+    task->count = ring.count;
+    for (size_t i = 0; i < ring.count; i++)
+        task->numbers[i] = number_of(task->rank, i);
+}
+
+// In a rank
+static void reduce_numbers(Task *task) {
     static real received[2][MOST_NUMBERS];
     static Settings settings = {.timeout = 60};
     static Net net = {.kernels = &naive_kernels, .device = &cpu_device};
-    Comm c = {.rank = rank, .world = ranks.world, .net = &net, .settings = &settings};
+    Communicator c = {.rank = task->rank, .world = task->world, .net = &net, .settings = &settings};
     c.send_buffer = received[0];
     c.receive_buffer = received[1];
-    for (size_t i = 0; i < ring.count; i++)
-        numbers[i] = number_of(rank, i);
-    ring_seed = 0; // with it, one could compute the others' numbers
-    all_reduce(&c, numbers, ring.range);
-    put_message(RESULT, numbers, ring.count * sizeof *numbers, 0);
+    all_reduce(&c, task->numbers, task->range);
+    put_message(RESULT, task->numbers, task->count * sizeof *task->numbers, 0);
 }
 
 // All ranks together reduce `count` numbers from `first` on, in an array that has more after them.
@@ -311,7 +323,7 @@ static void run_ring(size_t world, size_t first, size_t count) {
     ring_seed = draw_number() + 1;
     snprintf(ranks.what, sizeof ranks.what, "%zu rank%s, %zu numbers", world, world == 1 ? "" : "s",
              count);
-    start_ranks(world, ring_body);
+    start_ranks(world, REDUCE, fill_ring);
     serve_ranks(8 * world + 8);
 }
 
@@ -445,11 +457,9 @@ static void test_traffic(void) {
 // What an image shows that is none: a place of `order` that was not written, or one beyond its end
 enum { MOST_IMAGES = 200, NEVER_WRITTEN = 65535, BEYOND = 65534 };
 
-// What a loader is asked for, and what it returns for each image of a rank.
-static struct {
-    size_t images, epoch, batch;
-    uint64_t seed;
-} sampler;
+static Sampling sampling;
+
+// What a loader returns for each image of a rank
 typedef struct Sample {
     uint16_t image;    // its number in the data set
     uint16_t position; // in the permutation, as dropout and augmentation see it
@@ -457,21 +467,22 @@ typedef struct Sample {
 
 /* The images show their numbers. Two more, after them, say that a place of `order` has not been
    written, or is beyond its end. `order` ends where memory that can be written ends. */
-static void sampler_body(size_t rank) {
+static void load_images_of(const Task *task) {
     static uint8_t bytes[2 * (MOST_IMAGES + 2)], labels[MOST_IMAGES + 2];
     static DatasetInfo info = {.name = "numbered", .shape = {1, 2, 1}, .classes = 10, .std = {1}};
     static Sample found[MOST_IMAGES];
-    const size_t n = sampler.images, others = ranks.world - 1;
+    const Sampling *s = &task->sampling;
+    const size_t n = s->images, others = task->world - 1;
     const size_t page = 4096, pages = 8;
     const Dataset data = {&info, n, bytes, labels};
-    const Consumer consumer = {.device = &cpu_device, .rank = rank, .ranks = ranks.world};
+    const Consumer consumer = {.device = &cpu_device, .rank = task->rank, .ranks = task->world};
     size_t count = 0;
     Loader l;
     for (size_t i = 0; i < n + 2; i++) {
         const size_t shown = i < n ? i : i == n ? NEVER_WRITTEN : BEYOND;
         bytes[2 * i] = (uint8_t)(shown % 256), bytes[2 * i + 1] = (uint8_t)(shown / 256);
     }
-    loader_plan(&l, &data, sampler.batch, 1, AUGMENT_NONE, consumer);
+    loader_plan(&l, &data, s->batch, 1, AUGMENT_NONE, consumer);
     loader_init(&l);
     char *memory =
         mmap(NULL, pages * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -485,7 +496,7 @@ static void sampler_body(size_t rank) {
     l.order = end - (n + others);
     for (size_t i = 0; i < n + others; i++)
         l.order[i] = (uint32_t)n;
-    loader_start(&l, sampler.seed, sampler.epoch, 0);
+    loader_start(&l, s->seed, s->epoch, 0);
     for (const Batch *b; (b = loader_next(&l));)
         for (size_t i = 0; i < b->n && count < MOST_IMAGES; i++, count++) {
             unsigned image = (unsigned)lround((double)b->images[2 * i] * 255);
@@ -496,23 +507,27 @@ static void sampler_body(size_t rank) {
     put_message(RESULT, found, count * sizeof *found, 0);
 }
 
+static void fill_sampling(Task *task) {
+    task->sampling = sampling;
+}
+
 static uint32_t permutation[MOST_IMAGES];
 
 static void permute(size_t epoch) {
-    for (size_t i = 0; i < sampler.images; i++)
+    for (size_t i = 0; i < sampling.images; i++)
         permutation[i] = (uint32_t)i;
     if (epoch > 0)
-        shuffle(permutation, sampler.images, sampler.seed, epoch);
+        shuffle(permutation, sampling.images, sampling.seed, epoch);
 }
 
 // The image that comes k-th on a rank
 static size_t image_of(size_t rank, size_t k) {
-    return permutation[(k * ranks.world + rank) % sampler.images];
+    return permutation[(k * ranks.world + rank) % sampling.images];
 }
 
 static size_t share_of(size_t rank) {
-    size_t n = sampler.images, world = ranks.world;
-    return sampler.epoch > 0 ? ceil_div(n, world) : (n + world - 1 - rank) / world;
+    size_t n = sampling.images, world = ranks.world;
+    return sampling.epoch > 0 ? ceil_div(n, world) : (n + world - 1 - rank) / world;
 }
 
 // How many of a rank's images are those of this epoch's permutation, in its order
@@ -521,7 +536,7 @@ static size_t agreement(size_t rank, const Sample *found, size_t count, size_t e
     permute(epoch);
     for (size_t k = 0; k < count; k++)
         equal += found[k].image == image_of(rank, k);
-    permute(sampler.epoch);
+    permute(sampling.epoch);
     return equal;
 }
 
@@ -529,36 +544,38 @@ static size_t agreement(size_t rank, const Sample *found, size_t count, size_t e
 static bool is_block(size_t rank, const Sample *found, size_t count) {
     size_t equal = 0;
     for (size_t k = 0; k < count; k++)
-        equal += found[k].image == permutation[(rank * count + k) % sampler.images];
+        equal += found[k].image == permutation[(rank * count + k) % sampling.images];
     return equal == count;
 }
 
 // Says which rule of the sampler the rank has broken.
 static _Noreturn void explain_images(size_t r, const Sample *found, size_t count, size_t k) {
-    const size_t n = sampler.images, want = image_of(r, k), world = ranks.world;
+    const size_t n = sampling.images, want = image_of(r, k), world = ranks.world;
     size_t place = 0;
     while (place < n && permutation[place] != found[k].image)
         place++;
-    if (sampler.epoch > 0 && agreement(r, found, count, 0) == count)
+    if (sampling.epoch > 0 && agreement(r, found, count, 0) == count)
         WRONG("rank %zu has the images in the order of the file; in training they are shuffled", r);
     if (count > 1 && is_block(r, found, count))
         WRONG("rank %zu has neighbours, positions %zu, %zu, ...; rank r has r, r + R, ..., "
               "so that a step's images are those that one device would have",
               r, r * count, r * count + 1);
-    if (sampler.epoch == 0 && place < n)
+    if (sampling.epoch == 0 && place < n)
         WRONG("rank %zu: image %zu is number %zu of the data set, expected %zu: epoch 0 is for "
               "testing, which keeps the order of the file",
               r, k, (size_t)found[k].image, want);
-    for (size_t e = 1; e < sampler.epoch + 3; e++)
-        if (e != sampler.epoch && count > 4 && agreement(r, found, count, e) == count)
+    for (size_t e = 1; e < sampling.epoch + 3; e++)
+        if (e != sampling.epoch && count > 4 && agreement(r, found, count, e) == count)
             WRONG("rank %zu has the permutation of epoch %zu: shuffle by the number of the epoch "
                   "(PyTorch: sampler.set_epoch)",
                   r, e);
     if (found[k].image == BEYOND)
-        WRONG("rank %zu: image %zu is at position %zu, beyond the %zu places of order; expected "
-              "position %zu: l->key has the position of a rank's first image and the stride, the "
-              "distance between two of its positions; l->rank_images is how many images it has",
-              r, k, (size_t)found[k].position, n + world - 1, k * world + r);
+        WRONG(
+            "rank %zu: image %zu is at position %zu, beyond the %zu places of order; expected "
+            "position %zu: loader->key has the position of a rank's first image and the stride, "
+            "the distance between two of its positions; loader->rank_images is how many images it "
+            "has",
+            r, k, (size_t)found[k].position, n + world - 1, k * world + r);
     if (found[k].image == NEVER_WRITTEN || place == n)
         WRONG("rank %zu: image %zu is at a place of `order` that was never written; expected "
               "position %zu, which is number %zu: after the last image, the first ones are "
@@ -571,10 +588,10 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
 }
 
 static void check_share(size_t r, size_t count) {
-    const size_t n = sampler.images, world = ranks.world, want = share_of(r);
+    const size_t n = sampling.images, world = ranks.world, want = share_of(r);
     if (count == want)
         return;
-    if (sampler.epoch == 0)
+    if (sampling.epoch == 0)
         WRONG(
             "testing: rank %zu has %zu images, expected %zu: each image is tested once, none twice",
             r, count, want);
@@ -584,11 +601,11 @@ static void check_share(size_t r, size_t count) {
 }
 
 static void sample(size_t world, size_t images, size_t epoch) {
-    sampler.images = images, sampler.epoch = epoch;
-    sampler.batch = 1 + draw_number() % 9;
+    sampling.images = images, sampling.epoch = epoch;
+    sampling.batch = 1 + draw_number() % 9;
     snprintf(ranks.what, sizeof ranks.what, "%zu rank%s, %zu image%s, epoch %zu", world,
              world == 1 ? "" : "s", images, images == 1 ? "" : "s", epoch);
-    start_ranks(world, sampler_body);
+    start_ranks(world, SAMPLE, fill_sampling);
     serve_ranks(0);
     permute(epoch);
     for (size_t r = 0; r < world; r++)
@@ -603,7 +620,7 @@ static void sample(size_t world, size_t images, size_t epoch) {
         for (size_t k = 0; k < count; k++)
             if (found[k].position != k * world + r)
                 WRONG("rank %zu has the right images, but its image %zu is said to be at position "
-                      "%zu instead of %zu: l->key has the position of its first image and the "
+                      "%zu instead of %zu: loader->key has the position of its first image and the "
                       "stride, the distance between two of its positions",
                       r, k, (size_t)found[k].position, k * world + r);
     }
@@ -612,21 +629,21 @@ static void sample(size_t world, size_t images, size_t epoch) {
 static void test_shares(void) {
     for (size_t world = 1; world <= 6; world++)
         for (size_t epoch = 1; epoch <= 3; epoch++) {
-            sampler.seed = draw_number();
+            sampling.seed = draw_number();
             sample(world, world * (5 + draw_number() % 20), epoch);
         }
 }
 
 static void test_remainder(void) {
     static const size_t worlds[] = {2, 3, 5, 8};
-    sampler.seed = draw_number();
+    sampling.seed = draw_number();
     for (size_t w = 0; w < 4; w++)
         for (size_t images = 4 * worlds[w] + 1; images < 5 * worlds[w]; images++)
             sample(worlds[w], images, 1 + images % 2);
 }
 
 static void test_few(void) {
-    sampler.seed = draw_number();
+    sampling.seed = draw_number();
     for (size_t world = 2; world <= MOST_RANKS; world += 3)
         for (size_t images = 1; images < world; images++)
             sample(world, images, 2);
@@ -634,7 +651,7 @@ static void test_few(void) {
 }
 
 static void test_testing(void) {
-    sampler.seed = draw_number();
+    sampling.seed = draw_number();
     for (size_t world = 1; world <= 7; world += 2)
         for (size_t images = 9; images < 12; images++)
             sample(world, images, 0);
@@ -651,8 +668,23 @@ static const NamedTest tests[] = {{"sum", test_sum},
                                   {"few", test_few},
                                   {"testing", test_testing}};
 
+static _Noreturn void be_a_rank(void) {
+    static Task task;
+    open_no_more();
+    if (!get_bytes(wire, &task, sizeof task))
+        _exit(1);
+    if (task.job == REDUCE)
+        reduce_numbers(&task);
+    else
+        load_images_of(&task);
+    fflush(stdout);
+    _exit(0);
+}
+
 // Runs the tests that are named, then sends the checker's token.
 int main(int argc, char **argv) {
+    if (is_worker(argc, argv))
+        be_a_rank();
     signal(SIGPIPE, SIG_IGN);
     run_named(tests, sizeof tests / sizeof *tests, argc, argv);
     send_token();

@@ -18,16 +18,17 @@ END
 
 build() {
     bare_sources lab09.c && compile && (cd bare && compile) && only_harmless_calls bare/lab09.o lab09.o &&
-        "${CC:-gcc}" lab09.o -o rates -lm -lpthread
+        "${CC:-gcc}" lab09.o -o rates -lm -lpthread &&
+        "${CC:-gcc}" -std=gnu17 bare/lab09.o labs/check/apart.c -o checker -lm -lpthread
 }
-compile() { "${CC:-gcc}" -std=gnu17 -g -w -c labs/check/lab09.c -o lab09.o; }
+compile() { "${CC:-gcc}" -std=gnu17 -g -w "${by_function[@]}" -c labs/check/lab09.c -o lab09.o; }
 program() { [ -x cnn ] || "${CC:-gcc}" -std=gnu17 -O1 -w cnn.c -o cnn -lm -lpthread; } # which few tests need
 runs() { bash "$home/labs/check/runs.sh" 9 "$1" "$from" && cat >&9; }
 
 run() {
     case $1 in
-    1) ./rates warmup ;;
-    2) ./rates after ;;
+    1) ./checker warmup ;;
+    2) ./checker after ;;
     6 | 8) program && runs "$1" ;;
     *) runs "$1" ;;
     esac

@@ -1,16 +1,17 @@
 /* lab10.c - lab 10's tests of matrix products, in the emulator, or on a GPU. C is initialised to a
    NaN that no sum gives, all matrices lie between guard zones, and numbers are small integers, so
-   that a sum is the same in every order.
+   that a sum is the same in every order. The kernels run in a process of their own (device.h).
 
      lab10 right K    change K is right: a single tile and step, several of each, random sizes
      lab10 counts K   ... and executes, reads and waits no more than it should
-     lab10 speed      on a GPU: change 4 is right, and faster than change 0 */
-#include "report.h"
+     lab10 speed      on a GPU: change 4 is right, and faster than change 0
+
+   WORKER=PROGRAM: the one with the kernels */
+#include "device.h"
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 
-// At the end of the assembled matmul.cu: lab10_device.cu
 enum Count {
     MMA,
     LDMATRIX,
@@ -24,13 +25,51 @@ enum Count {
     SHARED_READS,
     COUNTS
 };
-void *lab_alloc(size_t bytes);
-void lab_free(void *memory);
-void lab_copy(void *to, const void *from, size_t bytes, bool to_device);
-void lab_multiply(int change, const int *s, const uint16_t *a, const uint16_t *b, float *c);
-double lab_microseconds(int change, const int *s, const uint16_t *a, const uint16_t *b, float *c);
-void lab_subtract(bool subtract); // the emulator's mma
-double lab_counts(long *counts);  // of the last product
+
+// At the end of the assembled matmul.cu: lab10_device.cu
+#define OF_THE_KERNELS __attribute__((weak))
+OF_THE_KERNELS void lab_multiply(int change, const int *s, const uint16_t *a, const uint16_t *b,
+                                 float *c);
+OF_THE_KERNELS double lab_microseconds(int change, const int *s, const uint16_t *a,
+                                       const uint16_t *b, float *c);
+OF_THE_KERNELS void lab_subtract(bool subtract); // the emulator's mma
+OF_THE_KERNELS double lab_counts(long *counts);  // of the last product
+
+enum { MULTIPLY = OWN_CALLS, MEASURE, SUBTRACT, COUNT };
+
+typedef struct Shared {
+    Calls calls;
+    int change, sizes[3];
+    uint16_t *a, *b;
+    float *c;
+    double us, ahead;
+    bool subtract;
+    long counts[COUNTS];
+} Shared;
+
+static Shared *const shared = SHARED_MEMORY;
+
+// In the worker
+static void own_call(int call) {
+    Shared *s = shared;
+    switch (call) {
+    case MULTIPLY:
+        lab_multiply(s->change, s->sizes, s->a, s->b, s->c);
+        break;
+    case MEASURE:
+        s->us = lab_microseconds(s->change, s->sizes, s->a, s->b, s->c);
+        break;
+    case SUBTRACT:
+        lab_subtract(s->subtract);
+        break;
+    case COUNT:
+        s->ahead = lab_counts(s->counts);
+    }
+}
+
+static void serve_lab(void) {
+    serve_call(own_call);
+}
 
 enum { TILE = 64 };
 
@@ -67,7 +106,7 @@ static char *must_alloc(size_t bytes) {
 }
 
 static Matrix new_matrix(const char *name, size_t bytes, bool is_output) {
-    return (Matrix){name, must_alloc(bytes), (char *)lab_alloc(bytes + 2 * GUARD) + GUARD, bytes,
+    return (Matrix){name, must_alloc(bytes), (char *)device_alloc(bytes + 2 * GUARD) + GUARD, bytes,
                     is_output};
 }
 
@@ -78,14 +117,14 @@ static void send(const Matrix *m) {
         fill(all + GUARD, m->bytes, unwritten);
     else
         memcpy(all + GUARD, m->host, m->bytes);
-    lab_copy(m->device - GUARD, all, m->bytes + 2 * GUARD, true);
+    copy_to_device(m->device - GUARD, all, m->bytes + 2 * GUARD);
     free(all);
 }
 
 // Copies a matrix back; its guards, and an input, must be unchanged.
 static void fetch(const Matrix *m) {
     char *all = must_alloc(m->bytes + 2 * GUARD), guard[GUARD];
-    lab_copy(all, m->device - GUARD, m->bytes + 2 * GUARD, false);
+    copy_from_device(all, m->device - GUARD, m->bytes + 2 * GUARD);
     fill(guard, GUARD, guard_bits);
     if (memcmp(all + GUARD + m->bytes, guard, GUARD) != 0)
         wrong("%s was written beyond its end: row and column are of C, which has m rows and n "
@@ -100,14 +139,14 @@ static void fetch(const Matrix *m) {
 }
 
 static void drop(Matrix *m) {
-    lab_free(m->device - GUARD);
+    device_free(m->device - GUARD);
     free(m->host);
 }
 
 /* ---- One product ----------------------------------------------------------------------------- */
 
 typedef struct Sizes {
-    int m, n, k; // in this order for lab_multiply()
+    int m, n, k; // in this order in Shared.sizes
 } Sizes;
 
 typedef struct Trial {
@@ -182,10 +221,28 @@ static const char *sizes_text(Sizes s) {
     return text;
 }
 
+static void call_change(const Trial *t, int change, int call) {
+    shared->change = change;
+    memcpy(shared->sizes, &t->s, sizeof t->s);
+    shared->a = (uint16_t *)t->a.device;
+    shared->b = (uint16_t *)t->b.device;
+    shared->c = (float *)t->c.device;
+    call_worker(call);
+}
+
+static double microseconds(const Trial *t, int change) {
+    call_change(t, change, MEASURE);
+    return shared->us;
+}
+
+static void subtract(bool on) {
+    shared->subtract = on;
+    call_worker(SUBTRACT);
+}
+
 static void run_trial(Trial *t, int change) {
     send(&t->a), send(&t->b), send(&t->c);
-    lab_multiply(change, &t->s.m, (uint16_t *)t->a.device, (uint16_t *)t->b.device,
-                 (float *)t->c.device);
+    call_change(t, change, MULTIPLY);
     fetch(&t->a), fetch(&t->b), fetch(&t->c);
 }
 
@@ -281,9 +338,9 @@ static void try_sizes(Sizes s, const char *stage, int change) {
 // A result that does not change with mma is computed elsewhere.
 static void try_subtracting(Sizes s, int change) {
     Trial t = new_trial(s, "This mma subtracts the product: C must come from mma alone");
-    lab_subtract(true);
+    subtract(true);
     run_trial(&t, change);
-    lab_subtract(false);
+    subtract(false);
     check_written(&t);
     check_numbers(&t, -1);
     drop_trial(&t);
@@ -306,7 +363,9 @@ static Counted count(Sizes s, int change) {
     Counted c = {.s = s};
     Trial t = new_trial(s, "These are the sizes whose accesses are counted");
     run_trial(&t, change);
-    c.ahead = lab_counts(c.n);
+    call_worker(COUNT);
+    c.ahead = shared->ahead;
+    memcpy(c.n, shared->counts, sizeof c.n);
     check_written(&t);
     check_numbers(&t, 1);
     if (c.n[BYTES_READ] < (long)(t.a.bytes + t.b.bytes))
@@ -439,12 +498,11 @@ static void test_counts(int change) {
 static void test_speed(void) {
     const Sizes s = {1024, 1024, 1024};
     Trial t = new_trial(s, "These are the sizes that are timed");
-    const uint16_t *a = (uint16_t *)t.a.device, *b = (uint16_t *)t.b.device;
     run_trial(&t, 4);
     check_written(&t);
     check_numbers(&t, 1);
-    const double naive = lab_microseconds(0, &s.m, a, b, (float *)t.c.device);
-    const double us = lab_microseconds(4, &s.m, a, b, (float *)t.c.device);
+    const double naive = microseconds(&t, 0);
+    const double us = microseconds(&t, 4);
     fetch(&t.c);
     check_numbers(&t, 1);
     if (us > naive)
@@ -453,12 +511,15 @@ static void test_speed(void) {
 }
 
 int main(int argc, char **argv) {
+    if (is_worker(argc, argv))
+        serve(serve_lab);
     const char *test = argc > 1 ? argv[1] : "";
     const int change = argc > 2 ? atoi(argv[2]) : 0;
     FILE *random = fopen("/dev/urandom", "r");
     if (!random || fread(&seed, sizeof seed, 1, random) != 1)
         wrong("/dev/urandom cannot be read");
     fclose(random);
+    start_worker(getenv("WORKER") ? getenv("WORKER") : "./lab10", sizeof(Shared));
     if (strcmp(test, "right") == 0)
         test_right(change);
     else if (strcmp(test, "counts") == 0)

@@ -29,13 +29,15 @@ vet_part() {
 build() {
     wanted 1 2 3 4 5 6 7 8 9 || return 0
     { echo '#line 1 "matmul.cu"' && cat labs/lab10/matmul.cu labs/check/lab10_device.cu; } >lab10.cu
-    "${CC:-gcc}" -std=gnu17 -O1 -g -Wall -Wextra -c labs/check/lab10.c -o lab10.o || return
+    "${CC:-gcc}" -std=gnu17 -O1 -g -Wall -Wextra -c labs/check/lab10.c -o lab10.o &&
+        "${CC:-gcc}" lab10.o labs/check/apart.c -o checker -lm -lpthread || return
     if wanted 1 2 3 4 5 6 7 8; then
         sed -f tests/emulator/cuda_on_cpu.sed lab10.cu >lab10.cpp
         "${CXX:-g++}" -std=c++17 -O1 -g -march=native -Wno-unknown-pragmas -I. \
             -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -fsanitize=alignment -fsanitize-undefined-trap-on-error \
             -include tests/emulator/cuda_on_cpu.h -include labs/check/lab10_counts.h -Dmain=matmul_main \
             -c lab10.cpp -o lab10_emulated.o && no_arrays lab10_emulated.o &&
+            only_emulator_calls lab10_emulated.o "$in_its_main" &&
             "${CXX:-g++}" lab10.o lab10_emulated.o -o lab10 -lm -lpthread || return
     fi
     if wanted 9 && on_gpu; then build_for_gpu; fi
@@ -50,26 +52,26 @@ build_for_gpu() {
 
 # The threads of a block run in this order, and in the reverse one.
 right() {
-    CUEMU_ORDER=1 ./lab10 right "$1" <<<"" 9>/dev/null && ./lab10 right "$1"
+    CUEMU_ORDER=1 ./checker right "$1" <<<"" 9>/dev/null && ./checker right "$1"
 }
 
 run() {
     export CUEMU_PROTECT=1 CUEMU_CORES=1
     case $1 in
     1) right 1 ;;
-    2) ./lab10 counts 1 ;;
+    2) ./checker counts 1 ;;
     3) right 2 ;;
-    4) ./lab10 counts 2 ;;
+    4) ./checker counts 2 ;;
     5) right 3 ;;
-    6) ./lab10 counts 3 ;;
+    6) ./checker counts 3 ;;
     7) right 4 ;;
-    8) ./lab10 counts 4 ;;
+    8) ./checker counts 4 ;;
     9)
         on_gpu || {
             echo "no GPU was found; this test has no points"
             return 77
         }
-        ./lab10_gpu speed
+        WORKER_MAY_OPEN=1 WORKER=./lab10_gpu ./checker speed
         ;;
     esac
 }

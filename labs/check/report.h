@@ -1,20 +1,22 @@
 /* report.h - how a test program reports to check.sh: it prints what is wrong to verdict() and exits
    with status 1, or it sends back the token that it has read and exits with status 0. */
+#pragma once
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
+static FILE *verdict_file;
+
 // Descriptor 8, if check.sh has opened it: apart from what the student's code prints. Else stdout.
 static FILE *verdict(void) __attribute__((unused));
 static FILE *verdict(void) {
-    static FILE *file;
-    if (!file)
-        file = fdopen(8, "w");
-    if (!file)
-        file = stdout;
-    return file;
+    if (!verdict_file)
+        verdict_file = fdopen(8, "w");
+    if (!verdict_file)
+        verdict_file = stdout;
+    return verdict_file;
 }
 
 // Prints a line and ends the program, whatever its other threads do.
@@ -53,6 +55,7 @@ static void run_named(const NamedTest *tests, size_t count, int argc, char **arg
 }
 
 // Reads the checker's token, after the student's parts have finished, and sends it back.
+static void send_token(void) __attribute__((unused));
 static void send_token(void) {
     char token[64] = "";
     if (!fgets(token, sizeof token, stdin) || write(9, token, strlen(token)) < 0)

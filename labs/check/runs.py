@@ -21,7 +21,8 @@ sys.path.append(os.path.join(HOME, "labs", "tools"))
 
 import verify  # pylint: disable=wrong-import-position
 from lab06_trace import check_overlap, check_trace  # pylint: disable=wrong-import-position
-from run_folders import (ABLATION, HOURS, SCALING, Missing, ablation_rows,  # pylint: disable=wrong-import-position
+from run_folders import (ABLATION, DAMAGES, HOURS, SCALING, Missing,  # pylint: disable=wrong-import-position
+                         ablation_rows,
                          complete as all_complete, differences, find_folders, hours_rows, make_rows, other_loss,
                          read_csv, read_run, repeat_options, scaling_rows, step_losses)
 from study import read_rungs  # pylint: disable=wrong-import-position
@@ -549,12 +550,16 @@ def repeated(run):
                         f"repeated by the checker: {other_images:g} and {other_rate:g}", run.remedy)
 
 
-def scaling_repeated():
-    """Two runs, one of which has more than one device, if there is one."""
-    runs = study_runs("lab09", STUDY)
-    several = [run for run in runs if run.world > 1] or runs
-    for run in {run.folder: run for run in (random.choice(several), random.choice(runs))}.values():
+def repeat_two(runs, others):
+    """Repeats one of the runs and one of the others, drawn at random."""
+    for run in {run.folder: run for run in (random.choice(runs), random.choice(others))}.values():
         repeated(run)
+
+
+def scaling_repeated():
+    """Of the two runs, one has more than one device, if there is one."""
+    runs = study_runs("lab09", STUDY)
+    repeat_two([run for run in runs if run.world > 1] or runs, runs)
 
 
 def ladder(study, command, changes, rungs):
@@ -602,7 +607,7 @@ def one_core():
 def batches():
     rungs = read_rungs(os.path.join(HOME, "slurm/configs/large-batch.txt"), "cpu")
     groups = ladder("lab09/batches", LARGE, ["settings.global-batch", "settings.lr", "settings.warmup-epochs"], rungs)
-    repeated(random.choice(groups[3][1]))
+    repeat_two(groups[3][1], [run for _, runs in groups for run in runs])
     ladder_table("runs/lab09/batches", groups, LARGE)
 
 
@@ -626,7 +631,7 @@ def main(lab, test):
         LABS[int(lab)][int(test)]()
     except (Wrong, Missing) as why:
         sys.exit(str(why))
-    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+    except DAMAGES as error:
         sys.exit(f"expected run folders as ./cnn writes them, found {type(error).__name__}: {error}; was one edited?")
 
 

@@ -128,7 +128,9 @@ void lab_launched(const char *kernel, size_t threads) {
 
 static _Noreturn void other_process(void (*job)(void)) {
     const int nowhere = open("/dev/null", O_RDWR);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     dup2(nowhere, 0);
+    dup2(nowhere, 8);
     dup2(nowhere, 9);
     alarm(PATIENCE_S);
     gpu->device->use(0, 0, die);

@@ -2,10 +2,11 @@
 """Draws the figures of lab 6 again, in the project's folder: labs/figures/lab06.py [DIR]
 
 gradients  a convolution in one dimension: from where a pixel, and a weight, gets its gradient
+clocks     when the host queues the kernels of a step, and when the device executes them
 overlap    the same work with one buffer and with two
 
-They show rules, not measurements: the lengths in `overlap` are invented. Black and white, 100 dots per inch, into DIR
-(default: labs/figures) as lab06_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
+They show rules, not measurements: the lengths in `clocks` and `overlap` are invented. Black and white, 100 dots per
+inch, into DIR (default: labs/figures) as lab06_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
 """
 from drawing import arrow, blank, box, draw_all, grid, note
 
@@ -34,16 +35,39 @@ def gradients():
         note(axes, x + 2, 2, total, 7)
 
 
+def tracks(axes, y, rows):
+    """Rows of boxes below each other: (name, [(begin, end, text, grey), ...])."""
+    for name, spans in rows:
+        note(axes, 12, y, name, 8, ha="right")
+        for begin, end, text, grey in spans:
+            box(axes, 13 + begin, y - 1.4, end - begin, 2.8, text, grey, 7)
+        y -= 3.6
+
+
+# What train() does in a step, and what the device then executes: name, grey, begin and end of both
+STEP = (("forward", 0.9, (0, 6), (3, 19)), ("backward", 0.75, (6, 12), (19, 43)), ("update", 0.6, (12, 17), (43, 49)))
+
+
+def clocks():
+    axes = blank(7.2, 2.3, 72, 23)
+    host = [(*queued, name, grey) for name, grey, queued, _ in STEP]
+    tracks(axes, 15, (("train()", host + [(17, 49, "waits for the device", 1.0)]),
+                      ("device", [(*done, name, grey) for name, grey, _, done in STEP])))
+    for x, text in ((6, "a clock here has timed\nthe launches of forward"),
+                    (49, "here the host has waited:\nall of the step is done")):
+        note(axes, 13 + x, 21.3, text, 7.5, ha="center")
+        arrow(axes, (13 + x, 19.6), (13 + x, 16.6))
+    arrow(axes, (13, 6), (66, 6))
+    note(axes, 67, 6, "time")
+    note(axes, 13, 3, "When train() has left the line of backward, the device has not begun it.", 8)
+
+
 def overlap():
     axes = blank(7.2, 2.8, 72, 28)
 
-    def rows(y, title, tracks):
+    def rows(y, title, spans):
         note(axes, 1, y + 3.4, title, 9)
-        for name, spans in tracks:
-            note(axes, 12, y, name, 8, ha="right")
-            for begin, end, text, grey in spans:
-                box(axes, 13 + begin, y - 1.4, end - begin, 2.8, text, grey, 7)
-            y -= 3.6
+        tracks(axes, y, spans)
     rows(21, "one buffer: the device waits for each copy", (
         ("device", [(5, 15, "step 0", 0.9), (20, 30, "step 1", 0.9), (35, 45, "step 2", 0.9)]),
         ("copies", [(0, 5, "batch 0", 0.6), (15, 20, "batch 1", 0.6), (30, 35, "batch 2", 0.6)])))
@@ -54,4 +78,4 @@ def overlap():
     note(axes, 67, 1.6, "time")
 
 
-draw_all("lab06", (gradients, overlap))
+draw_all("lab06", (gradients, clocks, overlap))

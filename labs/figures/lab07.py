@@ -5,6 +5,7 @@ formats  the bits of the four formats of numbers
 scale    the loss scale over the steps of a training
 layouts  the same image in NHWC and in NCHW
 fusion   what an update reads and writes, as four kernels and as one
+race     two threads that add to one number, without and with an atomic addition
 
 They show rules, not measurements: the steps in `scale` are invented. Black and white, 100 dots per inch, into DIR
 (default: labs/figures) as lab07_NAME.png. Needs matplotlib: pip install -r labs/requirements.txt
@@ -89,4 +90,28 @@ def fusion():
         arrow(axes, (48 + 2.5 * k, 5.1), (48 + 2.5 * k, 8.6))
 
 
-draw_all("lab07", (formats, scale, layouts, fusion))
+# The instructions of two threads that both add 1, from top to bottom: thread, text, what is then in memory
+RACES = (
+    ("not_finite += 1: a race", ((0, "reads 0", 0), (1, "reads 0", 0), (0, "writes 0 + 1", 1), (1, "writes 0 + 1", 1)),
+     "one of two is lost"),
+    ("atomicAdd(&not_finite, 1)", ((0, "reads 0, writes 1", 1), (1, "reads 1, writes 2", 2)), "both are counted"))
+
+
+def race():
+    axes = blank(7.2, 2.9, 72, 29)
+    for part, (title, instructions, result) in enumerate(RACES):
+        x = 4 + 36 * part
+        note(axes, x, 27.5, title, 9)
+        for column, head in enumerate(("thread A", "thread B", "memory")):
+            note(axes, x + 5 + 10.5 * column, 24.5, head, 8, ha="center")
+        tall = 16 / len(instructions)
+        for row, (thread, text, memory) in enumerate(instructions):
+            y = 22.5 - tall * (row + 1)
+            box(axes, x + 10.5 * thread, y + 0.4, 10, tall - 0.8, text, 0.85, 7)
+            box(axes, x + 23.5, y + 0.4, 5, tall - 0.8, str(memory), 1.0, 8)
+        arrow(axes, (x - 1.5, 22.5), (x - 1.5, 6))
+        note(axes, x + 14, 3, result, 8.5, ha="center")
+    note(axes, 1, 4, "time", 7.5)
+
+
+draw_all("lab07", (formats, scale, layouts, fusion, race))

@@ -5,13 +5,12 @@
 It applies the rules of verify.py to the run folders and the report, and those below, which are for instructors.
 STARTER is the folder that students were given.
 
-    flags  [kind, place, what]: kind is one of numbers, report, code, files
+    flags  [kind, place, what]: kind is one of numbers, report, files
     runs   a dictionary for each run that is complete: what labs/grade compares with other students, runs again
            and shows
     parts  [file, TODO, text] of the code that the student has written
 """
 import contextlib
-import csv
 import filecmp
 import glob
 import hashlib
@@ -23,7 +22,7 @@ import sys
 
 import verify
 from report import as_utf8, generated_files, make_tables
-from run_folders import Missing, differences, find_folders, read_csv, step_losses
+from run_folders import DAMAGES, Missing, differences, find_folders, read_csv, step_losses
 
 MOST = 40               # flags of each kind
 STEPS = 2000            # of a run that are compared
@@ -32,16 +31,6 @@ GFLOPS_PER_CORE = 400   # more than any core does: 6 GHz x 64 operations
 TEXT = 20_000           # characters of a part, or of the report, that are shown
 # The checker and the tools of a starter: labs/grade uses its own, and these need no edit.
 TOOLS = ["Makefile", "labs/programs.mk", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
-CALLS = {"starts or stops processes": "system|popen|fork|vfork|clone|exec[lv][a-z]*|posix_spawn[a-z]*|kill|raise|exit|"
-                                      "_exit|_Exit|abort|ptrace|daemon|setsid",
-         "uses a network": "socket|connect|bind|listen|accept|send|sendto|recv|recvfrom|getaddrinfo|gethostbyname",
-         "changes files": "open|openat|creat|fopen|freopen|remove|unlink|unlinkat|rename|renameat|truncate|link|"
-                          "symlink|mkdir|rmdir|chmod|chown|mknod|mkfifo|tmpfile|chroot|mount",
-         "goes around the compiler": "asm|__asm|__asm__|syscall|dlopen|dlsym|mprotect|mmap"}
-NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
-# What reading a file that ./cnn has not written may raise.
-DAMAGES = (AttributeError, ArithmeticError, IndexError, KeyError, OSError, TypeError, ValueError, RecursionError,
-           csv.Error)
 REPORT = re.compile(r"(^|/)(report|report_full|tables)\.md(, line \d+)?$")
 MARKER = re.compile(r"^[ \t]*/\* LAB (\d+\.\d+(?: \d+\.\d+)*) (BEGIN|END)", re.M)
 
@@ -141,7 +130,7 @@ def describe(run):
     """A run for labs/grade: its times are those of rank 0."""
     steps = []
     with contextlib.suppress(Missing):
-        steps = read_csv(run, "steps.csv", ["rank", "loss", "seconds", *verify.STEP_PARTS])[:STEPS]
+        steps = read_csv(run, "steps.csv", ["rank", "loss", "seconds", *verify.STEP_PHASES])[:STEPS]
     rows = [[f"{x:.6f}" for x in row[2:]] for row in steps if row[2] > 0]
     times = [row[2] for row in steps if row[0] == 0]
     return dict(folder=run.folder, kind=run.kind, world=run.world, mode=run.mode, settings=run.settings,
@@ -163,12 +152,8 @@ def first_losses(run):
 # ---- Code and other files
 
 
-def without_comments(text):
-    return NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-
-
 def marked_parts(path, lab):
-    """The parts between the markers of this lab: (ID, number of the first line, text)."""
+    """The parts between the markers of this lab: (ID, text)."""
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             text = f.read()
@@ -178,29 +163,11 @@ def marked_parts(path, lab):
     for begin, end in zip(marks, marks[1:]):
         ids = [part for part in begin[1].split() if part.split(".")[0] == lab]
         if ids and (begin[2], end[2]) == ("BEGIN", "END"):
-            yield (ids[0], text.count("\n", 0, begin.end()) + 2,
-                   text[begin.end():end.start()].partition("\n")[2])
+            yield ids[0], text[begin.end():end.start()].partition("\n")[2]
 
 
-def examine_code(flags, lab, starter):
-    """The parts of this lab; what they call that no part needs, unless it is the starter's text."""
-    parts = []
-    for name in marked_files(starter):
-        given = {part: text for part, _, text in marked_parts(os.path.join(starter, name), lab)}
-        for part, first, text in marked_parts(name, lab):
-            parts.append([name, part, text[:TEXT]])
-            if text != given.get(part):
-                examine_part(flags, name, first, text)
-    return parts
-
-
-def examine_part(flags, name, first, part):
-    for number, line in enumerate(without_comments(part).split("\n"), first):
-        for what, words in CALLS.items():
-            found = re.search(rf"\b_*({words})\s*\(", line)
-            if found:
-                flags.append(["code", f"{name}, line {number}",
-                              f"expected arithmetic, found {found[1]}(), which {what}"])
+def parts_of(lab, starter):
+    return [[name, part, text[:TEXT]] for name in marked_files(starter) for part, text in marked_parts(name, lab)]
 
 
 def marked_files(starter):
@@ -250,7 +217,6 @@ def main(folder, starter, lab, said):
     os.chdir(folder)
     flags, root = [], "runs" if os.path.isdir("runs") else "."
     runs = examine_runs(flags, root)
-    parts = examine_code(flags, lab, starter)
     examine_tools(flags, starter)
     described = []
     for run in runs:
@@ -265,7 +231,7 @@ def main(folder, starter, lab, said):
         if counts[flag[0]] <= MOST:
             kept.append(flag)
     with open(said, "w", encoding="utf-8", errors="replace") as f:
-        json.dump(dict(flags=kept, runs=described, parts=parts,
+        json.dump(dict(flags=kept, runs=described, parts=parts_of(lab, starter),
                        report=all_reports(root, lab) or read_text("report.md")), f)
 
 

@@ -2,6 +2,7 @@
 import contextlib
 import csv
 import json
+import math
 import os
 import random
 import re
@@ -23,9 +24,13 @@ AGAIN_S = 120
 STEPS = 5           # of a re-run
 JSON_BYTES = 32 << 20
 PLOT_BYTES = 4 << 20
-LARGEST = 1e15     # no run has larger numbers
+LARGEST = 1e15      # no run has larger numbers
 SHARED = 0.2        # of the steps of two runs that have the same times, and at least 3: one is a copy
 BUSY = 1.5          # the measured peak may be too low by this factor, as in verify.py
+# Why a test has failed, if a part has done what it should not
+BY_A_PART = re.compile("has no use for|has no use in this task|a part may call|ended before its end|stopped after|"
+                       "instead of returning|does not return|ended by signal")
+
 
 class Ungraded(Exception):
     """Nothing is known about a submission, since this program's own tools fail; the message says how."""
@@ -65,14 +70,17 @@ class Course:
                            f"{done.stopped or last_line(done.said)}")
 
 
+def has_matplotlib(python):
+    return os.path.exists(python) and subprocess.run([python, "-c", "import matplotlib"], check=False,
+                                                     capture_output=True,
+                                                     env={**os.environ, "MPLBACKEND": "Agg"}).returncode == 0
+
+
 def find_python():
     """The Python for the sandbox, one with matplotlib if there is one: (program, whether it has it, its folders)."""
     venv = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", ".venv", "bin", "python")
-    for python in (venv, sys.executable, "/usr/bin/python3"):
-        if os.path.exists(python) and not subprocess.run([python, "-c", "import matplotlib"], check=False, capture_output=True,
-                                                         env={**os.environ, "MPLBACKEND": "Agg"}).returncode:
-            break
-    else:
+    python = next(filter(has_matplotlib, (venv, sys.executable, "/usr/bin/python3")), None)
+    if python is None:
         return sys.executable, False, []
     said = subprocess.run([python, "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"], check=True,
                           capture_output=True, text=True).stdout.split("\n")
@@ -201,7 +209,7 @@ def check(course, result, given, folder):
         passed = test.get("score") == points and test.get("status") == "passed"
         said = text(test.get("output"), 2000)
         result.tests.append((title, points if passed else 0, points, said))
-        if re.search("has no use for|ended before its end|stopped after|ended by signal", said):
+        if BY_A_PART.search(said):
             result.flags.append(("code", f"test {len(result.tests)}: {title}", said))
     result.points = sum(got for _, got, _, _ in result.tests)
     if f"{result.points}/{result.of} points" not in done.said:
@@ -230,7 +238,7 @@ def examine(course, result, given, folder):
 
 def clean(run):
     """A run that examine.py has described, with values of the types that the rest relies on."""
-    numbers = {key: [float(x) for x in run[key] if is_number(x)] for key in ("times", "losses")}
+    numbers = {key: [float(x) if is_number(x) else math.inf for x in run[key]] for key in ("times", "losses")}
     texts = {key: text(run[key]) for key in ("folder", "kind", "command", "provenance")}
     others = dict(world=run["world"], wall_s=run["wall_s"], img_per_s=run["img_per_s"],
                   peak=run["machine"].get("peak_gflops"))
@@ -261,7 +269,9 @@ def begin_again(course, result, folder):
         with contextlib.suppress(Missing):
             losses = [loss for *_, loss in step_losses(SimpleNamespace(folder=os.path.join(write, "run")))]
         if done.status or not losses:
-            result.again.append((run["folder"], "", f"could not be re-run: {done.stopped or last_line(done.said)}"))
+            why = f"could not be re-run: {done.stopped or last_line(done.said)}"
+            result.again.append((run["folder"], "", why))
+            result.flags.append(("rerun", f"{run['folder']}/run.json", why))
             continue
         wrong = other_loss(run["losses"], losses, run["settings"].get("precision", "fp32"))
         said = "the first losses are the same"

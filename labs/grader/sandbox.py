@@ -143,13 +143,13 @@ def private_bytes(pids):
 
 
 def in_use(write):
-    """Of the machine: bytes of shared memory, bytes and files of the disk of `write`. A command cannot hide what it
-    adds to these, not even in files without a name; other programs add to them, too, but hardly as much as the
-    limits."""
+    """Of the machine: bytes of shared memory and of the kernel's own, such as for empty files in /tmp; bytes and files
+    of the disk of `write`. A command cannot hide what it adds to these, not even in files without a name; other
+    programs add to them, too, but hardly as much as the limits."""
     with open("/proc/meminfo", encoding="ascii") as f:
-        shared = int(re.search(r"^Shmem: +(\d+) kB", f.read(), re.M)[1]) << 10
+        kilobytes = re.findall(r"^(?:Shmem|SUnreclaim): +(\d+) kB", f.read(), re.M)
     disk = os.statvfs(write)
-    return shared, (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_files - disk.f_ffree
+    return sum(map(int, kilobytes)) << 10, (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_files - disk.f_ffree
 
 
 def end_all(child, stopped):

@@ -59,7 +59,7 @@ static double microseconds(Job *job, bool emulated) {
 static void setup_net(Net *net, const Run *run, const Kernels *k, Kernels *apart, size_t batch) {
     *apart = *k;
     apart->fuse = fuse_nothing;
-    net_build(net, run->model, &run->info, &run->settings, apart);
+    net_build(net, run->model, &run->dataset_info, &run->settings, apart);
     plan_net(net, batch);
     net_alloc(net);
     init_weights(net, 1);
@@ -128,7 +128,7 @@ int main(int argc, char **argv) {
     cuda_kernels(0)->device->use(0, 0, die);
     cuda_kernels(0)->device->describe(&d);
     setup_settings(&run, 3, (char *[]){"crossover", "--model", "cifar"});
-    run.info = dataset_for(run.model, "synthetic");
+    run.dataset_info = dataset_for(run.model, "synthetic");
     setup_net(&cpu, &run, cpu_kernels[CPU_KERNELS - 1], &cpu_apart, largest);
     setup_net(&gpu, &run, cuda_kernels(0), &gpu_apart, largest);
     atomic_open(&file, argv[1]);

@@ -5,12 +5,15 @@
     labs/tools/plot.py run                      one run folder; into run/plots
     labs/tools/plot.py labs/figures/bench.csv   a table of training speeds; into labs/figures/plots
 
-study      time and accuracy by device and batch: means, with 95 % intervals (time) and sd (accuracy). Runs may
-           differ in one more option, such as --lr: then it also groups by its value; so does loss
+study      time and accuracy by device and batch: means, with 95 % intervals (time) and sd (accuracy). Runs may differ
+           in one more option, such as --lr: then it also groups by its value; so do loss and accuracy
 workers    images per second by --workers, for runs that differ in that option
 ablation   images per second and accuracy (mean and sd) of each rung, from the ablation.csv in the folder
-scaling    speed-up by number of devices, strong and weak, with the ideal line
+bytes      what the kernels of each run of ./cnn-count read and wrote, and how many there were
+scaling    speed-up by number of devices, strong and weak, with the ideal line, and what formulas with a step's time and
+           its communication predict
 loss       training loss by epoch (averages over some steps), and the test loss as single marks
+accuracy   accuracy by epoch, of the training images (while the weights change) and of the test images
 run        for a single run folder: its loss step by step, and its confusion matrix
 timeline   the trace.json in a run folder: what host, device and loader do, in all of it and in one step
 precision  by how much the losses of runs that differ in --precision deviate from those in fp32, step by step
@@ -34,9 +37,10 @@ import csv
 import os
 import sys
 
-from run_folders import (Missing, by, by_value, check_comparable, fail, first_difference, make_rows, name_of_data,
-                         read_confusion, read_csv, read_filters, read_losses, read_predictions, read_runs,
-                         read_trace, read_untrained, scaling_rows, start, varied, workers_rows)
+from run_folders import (Missing, ablation_beside, by, by_precision, by_value, bytes_rows, check_comparable, fail,
+                         first_difference, make_rows, name_of_data, predicted_speedups, read_confusion, read_counts,
+                         read_csv, read_filters, read_losses, read_predictions, read_runs, read_trace,
+                         read_untrained, scaling_rows, start, varied, workers_rows)
 
 os.environ["MPLBACKEND"] = "Agg"  # into files; in a terminal of Jupyter its value is one that only Jupyter has
 try:
@@ -98,6 +102,11 @@ def rows_of_variants(runs, free=frozenset()):
             for value, group in sorted(groups.items(), key=lambda item: by_value(item[0])) for row in make_rows(group)]
 
 
+def as_numbers(values):
+    """Nothing is drawn for those that are not known."""
+    return [np.nan if value is None else value for value in values]
+
+
 def draw_study(runs):
     if len({r.model for r in runs}) > 1:
         raise Missing("several models; give each a folder of its own")
@@ -112,6 +121,8 @@ def draw_study(runs):
             axis.bar(x, [r[height] for r in group], width, capsize=3,
                      yerr=[r[error] or 0 for r in group] if repeated else None, color=GREYS[i % 6],
                      hatch=HATCHES[i % 6], edgecolor="black", label=device)
+        trained = as_numbers(r["train_accuracy_mean"] for r in group)
+        axes[1].plot(x, trained, "D", color="black", markerfacecolor="white")
     times = [r["seconds_mean"] for r in rows]
     if max(times) > 20 * min(times) > 0:
         axes[0].set_yscale("log")
@@ -119,7 +130,9 @@ def draw_study(runs):
         axes[0].set_ylim(bottom=0)
     axes[1].set_ylim(bottom=0)
     axes[0].set(ylabel="training time in s, " + ("mean and 95 % interval" if repeated else "one run"), title="Time")
-    axes[1].set(ylabel="test accuracy in %, " + ("mean and sd" if repeated else "one run"), title="Accuracy")
+    known = any(r["train_accuracy_mean"] is not None for r in rows)
+    axes[1].set(ylabel="test accuracy in %, " + ("mean and sd" if repeated else "one run"),
+                title="Accuracy" + known * "; diamonds: of the training images")
     for axis in axes:
         axis.set_xticks(range(len(batches)), batches)
         axis.set_xlabel("images per step, all devices together")
@@ -144,8 +157,8 @@ def draw_workers(runs):
 
 
 def draw_ablation(runs):
-    path = os.path.join(os.path.dirname(os.path.abspath(runs[0].folder)), "ablation.csv")
-    if not os.path.exists(path):
+    path = next(filter(None, map(ablation_beside, runs)), None)
+    if not path:
         raise Missing("no ablation.csv; make ablation writes it")
     with open(path, newline="") as f:
         rows = [dict(r, rung=drawable(r["rung"])) for r in csv.DictReader(f) if r["img_per_s"]]
@@ -164,6 +177,30 @@ def draw_ablation(runs):
     axes[1].set(title="Accuracy", xlabel=f"test accuracy in %, mean and sd of {rows[0]['repeats']} seeds")
     figure.subplots_adjust(top=0.78)
     axes[0].invert_yaxis()  # the first rung on top
+    figure.suptitle(describe([r for r in runs if ablation_beside(r) == path]), fontsize=9, y=1.02)
+    return figure
+
+
+def draw_bytes(runs):
+    rows = bytes_rows(runs)
+    if not rows:
+        raise Missing("no run of ./cnn-count, which make count builds, with what it has printed in output.txt")
+    names = [drawable(row["rung"]) for row in rows]
+    read, written = ([row[k] for row in rows] for k in ("read_mb", "written_mb"))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1.7 + 0.5 * len(rows)), sharey=True)
+    axes[0].barh(names, read, color=GREYS[0], edgecolor="black", label="read")
+    axes[0].barh(names, written, left=read, color=GREYS[2], hatch=HATCHES[1], edgecolor="black", label="written")
+    for name, row in zip(names, rows):
+        axes[0].annotate(f" {row['moved_mb']:.3g}, x {row['times_first']:.3g}", (row["moved_mb"], name), va="center")
+        axes[1].annotate(f" {row['launches']}", (row["launches"], name), va="center")
+    axes[1].barh(names, [row["launches"] for row in rows], color=GREYS[1], edgecolor="black")
+    axes[0].set(title="Global memory; x: relative to the first", xlabel="MB, of all kernels",
+                xlim=(0, 1.45 * max(row["moved_mb"] for row in rows)))
+    axes[1].set(title="Kernels", xlabel="launches", xlim=(0, 1.2 * max(row["launches"] for row in rows)))
+    axes[0].invert_yaxis()  # the first on top
+    figure.suptitle(describe([r for r in runs if read_counts(r)]), fontsize=9)
+    figure.tight_layout()
+    figure.legend(loc="lower center", ncol=2, handleheight=1.5, bbox_to_anchor=(0.3, -0.08))
     return figure
 
 
@@ -186,6 +223,10 @@ def draw_scaling(runs):
                 error = [r["speedup"] * (r["ci95"] or 0) / max(r["seconds_mean"], 1e-9) for r in group]
                 axis.errorbar([r["devices"] for r in group], [r["speedup"] for r in group], error, capsize=3,
                               label=name, **line_style(i))
+                predicted = predicted_speedups(group)
+                axis.plot([n for _, n in predicted], list(predicted.values()), "D", color="black",
+                          markerfacecolor="white", markersize=9,
+                          label="predicted from t_c and t_k" if predicted and not i else None)
         axis.plot(counts, counts, color="0.5", linestyle=":", linewidth=2.5, label="ideal")
         axis.set(xlabel="devices", title=f"{scaling.capitalize()} scaling", xticks=counts, ylim=(0, None))
         axis.legend(loc="upper left")
@@ -193,11 +234,19 @@ def draw_scaling(runs):
     return figure
 
 
-def draw_loss(runs):
+def panels_of(runs):
+    """A figure with a panel for each network and device, and (axis, its rows) of each."""
     panels = by(rows_of_variants(runs, {"threads", "workers"}), lambda r: f"{r['model']}, {r['label']}")
     size = 2 + 4.5 * len(panels), 4.5
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
-    for axis, (name, rows) in zip(axes[0], panels.items()):
+    for axis, name in zip(axes[0], panels):
+        axis.set(xlabel="epoch", title=name)
+    return figure, list(zip(axes[0], panels.values()))
+
+
+def draw_loss(runs):
+    figure, panels = panels_of(runs)
+    for axis, rows in panels:
         for i, row in enumerate(rows):
             run, style = row["runs"][0], line_style(i)
             points = read_losses(run)
@@ -207,9 +256,26 @@ def draw_loss(runs):
                       label=f"batch {row['global_batch']}{row['variant']}", **style)
             style.update(linestyle="", markerfacecolor="none", markersize=10)
             axis.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], **style)
-        axis.set(xlabel="epoch", title=name)
         axis.legend(title="lines: training\nlarge, hollow: test", loc="best")
-    axes[0][0].set_ylabel("loss (cross-entropy, in nats), first repeat")
+    panels[0][0].set_ylabel("loss (cross-entropy, in nats), first repeat")
+    return figure
+
+
+def draw_accuracy(runs):
+    if all(len(r.epochs) < 2 for r in runs):
+        raise Missing("all runs have one epoch")
+    figure, panels = panels_of(runs)
+    for axis, rows in panels:
+        for i, row in enumerate(rows):
+            epochs, style = row["runs"][0].epochs, line_style(i)
+            numbers = [e["epoch"] for e in epochs]
+            axis.plot(numbers, as_numbers(e["train_accuracy"] for e in epochs),
+                      label=f"batch {row['global_batch']}{row['variant']}", **style)
+            style.update(linestyle="", markerfacecolor="none", markersize=10)
+            axis.plot(numbers, [e["accuracy"] for e in epochs], **style)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.legend(title="lines: training\nlarge, hollow: test", loc="best")
+    panels[0][0].set_ylabel("accuracy in %, first repeat")
     return figure
 
 
@@ -274,17 +340,17 @@ def draw_timeline(runs):
 
 
 def draw_precision(runs):
-    groups = by(runs, lambda r: r.settings["precision"])
-    if "fp32" not in groups or len(groups) < 2:
-        raise Missing("it is for runs in fp32 and in another --precision")
-    first = {name: group[0] for name, group in groups.items()}
-    compare(list(first.values()), {"precision", "kernels"})
-    want = np.array(read_losses(first.pop("fp32")))
+    group = by_precision(runs)
+    if len(group) < 2:
+        raise Missing("it is for runs in fp32 and in another --precision that differ in nothing else")
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    for i, (name, run) in enumerate(first.items()):
+    figure.suptitle(describe(list(group.values())), fontsize=9, y=1.0)
+    want = np.array(read_losses(group.pop("fp32")))
+    axis.axhline(0, color="0.5", linestyle=":", label="fp32")
+    for i, (name, run) in enumerate(group.items()):
         got = np.array(read_losses(run))[:len(want)]
-        axis.plot(range(1, len(got) + 1), 100 * abs(got[:, 1] / want[:len(got), 1] - 1), label=name, **line_style(i))
-    axis.set(xlabel="step", ylabel="|loss / loss in fp32 - 1| in %", ylim=(0, None))
+        axis.plot(range(1, len(got) + 1), 100 * (got[:, 1] / want[:len(got), 1] - 1), label=name, **line_style(i))
+    axis.set(xlabel="step", ylabel="loss / loss in fp32 - 1, in %")
     axis.legend()
     return figure
 
@@ -491,8 +557,9 @@ def save(figure, out, name):
 
 
 # Their title says what the runs have in common.
-OF_RUNS = [draw_study, draw_workers, draw_ablation, draw_scaling, draw_loss, draw_precision]
-PLOTS = OF_RUNS + [draw_run, draw_timeline, draw_roofline, draw_confusion, draw_samples, draw_augment, draw_filters]
+OF_RUNS = [draw_study, draw_workers, draw_scaling, draw_loss, draw_accuracy]
+PLOTS = OF_RUNS + [draw_ablation, draw_bytes, draw_precision, draw_run, draw_timeline, draw_roofline, draw_confusion,
+                   draw_samples, draw_augment, draw_filters]
 
 
 def main(source):

@@ -33,13 +33,16 @@ import re
 import sys
 import textwrap
 
-from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, add_speedups, by, by_value,
-                         differences, WORKERS, facts, fail, is_dirty, make_rows, read_confusion, read_csv,
-                         read_runs, scaling_rows, start, summary, workers_rows)
+from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, ablation_beside, add_speedups, by,
+                         by_precision, by_value, bytes_rows, differences, WORKERS, facts, fail, is_dirty, make_rows,
+                         predicted_speedups, read_confusion, read_counts, read_csv, read_runs, scaling_rows, start,
+                         step_losses, summary, workers_rows)
 
 FREE = REPEATS_DIFFER | COLUMNS_DIFFER
-STEP_PARTS = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s"]
+UNIMPORTANT = {"--trace", "--quiet", "--save-model"}  # not named as differences, unless there are no others
+STEP_PHASES = ["load_s", "copy_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s", "other_s"]
 NOTHING = "No run folder has what this table needs."
+MOST_STEPS = 20  # in the table of losses
 MOST_TABLES = 4  # of the same name, such as layers.csv, from several run folders
 
 
@@ -102,6 +105,7 @@ def timing_rows(runs):
     groups, rows = variants(runs), []
     names = list(dict.fromkeys(name for a in groups for b in groups for name, _, _ in
                                differences(a[0], b[0], FREE | {"model"})))
+    names = [name for name in names if name not in UNIMPORTANT] or names
     for group in groups:
         some, other = make_rows(group), other_source(group[0])
         with contextlib.redirect_stdout(None):  # its notes about missing speed-ups: the table shows them
@@ -120,7 +124,10 @@ def timing_rows(runs):
 TITLES = dict(
     label="device", batch="batch on each", seconds_mean="seconds, mean", seconds_sd="sd", ci95="95 % interval, +-",
     img_per_s="img/s", img_per_s_mean="img/s, mean", img_per_s_sd="sd", speedup="speed-up", accuracy="accuracy in %",
-    accuracy_mean="accuracy in %", accuracy_sd="sd of the accuracy", loader_wait_s_mean="wait for the loader, s",
+    accuracy_mean="accuracy in %", accuracy_sd="sd of the accuracy", train_accuracy_mean="training accuracy in %",
+    loader_wait_s_mean="wait for the loader, s", predicted="predicted speed-up", read_mb="MB read",
+    written_mb="MB written", launches="kernels launched", upload_ms="upload, ms", upload_percent="hidden in %",
+    make_ms="make a batch, ms", make_percent="hidden in %",
     variant="what differs", times_first="times the first", times_previous="times the previous",
     count="devices or cores", wall_s_mean="wall time, s", training_percent="training in %", out_shape="output",
     params="parameters", mflop="MFLOP", forward_ms="forward, ms", backward_ms="backward, ms", gflops="GFLOP/s",
@@ -128,8 +135,9 @@ TITLES = dict(
     per_hit_us="us per hit", percent="% of the time")
 # A standard deviation, and the numbers that have no more digits than it allows
 SPREADS = {"seconds_sd": ["seconds_mean", "ci95"], "img_per_s_sd": ["img_per_s_mean", "ci95"],
-           "accuracy_sd": ["accuracy_mean", "accuracy"], "peak_sd": ["peak"]}
-RATES = ["img_per_s", "speedup", "efficiency"]  # as exact as the seconds from which they are computed
+           "accuracy_sd": ["accuracy_mean", "accuracy"], "train_accuracy_sd": ["train_accuracy_mean"],
+           "peak_sd": ["peak"]}
+RATES = ["img_per_s", "speedup", "predicted", "efficiency"]  # as exact as the seconds from which they are computed
 MOST_COLUMNS = 6  # of a table with one row; a longer row is written as a column
 
 
@@ -253,13 +261,14 @@ def make_machine(root, runs, rows):
 
 def make_timing(root, runs, rows):
     titles = titles_of(["label", "model", "batch", "global_batch", "repeats", "seconds_mean", "seconds_sd", "ci95",
-                        "img_per_s", "speedup", "accuracy_mean", "accuracy_sd", "provenance"])
+                        "img_per_s", "speedup", "accuracy_mean", "accuracy_sd", "train_accuracy_mean", "provenance"])
     titles["speedup"] = "speed-up over cpu"
     if all(r["runs"][0].kind == "cpu" and r.get("speedup") in (None, 1) for r in rows):  # over itself
         del titles["speedup"]
     if any(r["variant"] for r in rows):
         titles = dict(variant="what differs", **titles)
-    return table(titles, rows) + picture(root, "study", "time and accuracy") + picture(root, "loss", "loss")
+    return (table(titles, rows) + picture(root, "study", "time and accuracy") + picture(root, "loss", "loss")
+            + picture(root, "accuracy", "accuracy of the training and of the test images"))
 
 
 def make_steps(root, runs, rows):
@@ -269,13 +278,13 @@ def make_steps(root, runs, rows):
         line = dict(row, first=summary([r.epochs[0]["seconds"] for r in row["runs"]])[0],
                     later=summary(later)[0] if later else None, steps=run.parallel.get("iterations"))
         with contextlib.suppress(Missing):
-            steps = [s for s in read_csv(run, "steps.csv", STEP_PARTS + ["warmup"]) if not s[-1]]
+            steps = [s for s in read_csv(run, "steps.csv", STEP_PHASES + ["warmup"]) if not s[-1]]
             if steps:
-                line.update((name, 1e3 * summary(times)[0]) for name, times in zip(STEP_PARTS, zip(*steps)))
+                line.update((name, 1e3 * summary(times)[0]) for name, times in zip(STEP_PHASES, zip(*steps)))
         lines.append(line)
     titles = dict(label="device", global_batch="global batch", steps="steps per epoch",
                   first="first epoch, s", later="later ones, s",
-                  **{name: name[:-2].replace("_", " ") + ", ms" for name in STEP_PARTS})
+                  **{name: name[:-2].replace("_", " ") + ", ms" for name in STEP_PHASES})
     if any(r["variant"] for r in rows):
         titles = dict(variant="what differs", **titles)
     return ("Epochs are means over repeats. The parts are of a step in the first repeat, without warm-up, "
@@ -287,10 +296,12 @@ def make_scaling(root, runs, rows):
     for some in by(rows, lambda r: r["variant"]).values():
         groups = by(scaling_rows(some, ("ddp", "dp")), lambda r: (r["scaling"], r["device"], r["model"], r[
             "global_batch" if r["scaling"] == "strong" else "batch"]))
-        lines += [r for group in groups.values() if len(group) > 1 for r in group]
+        for group in (g for g in groups.values() if len(g) > 1):
+            predicted = {} if group[0]["emulated"] else predicted_speedups(group)
+            lines += [dict(r, predicted=predicted.get((r["parallel"], r["devices"]))) for r in group]
     if not lines:
         return ""
-    titles = titles_of([c for c in SCALING if c != "emulated"] + ["provenance"])
+    titles = titles_of([c for c in SCALING if c != "emulated"] + ["predicted", "provenance"])
     return table(titles, lines) + picture(root, "scaling", "speed-up by devices")
 
 
@@ -306,18 +317,60 @@ def make_timeline(root, runs, rows):
     return picture(root, "timeline", "what host, device and loader do in the steps of a trace").strip()
 
 
+def make_overlap(root, runs, rows):
+    """What `make overlap` has written beside the traces: how much of the loading is hidden."""
+    lines = []
+    for run in runs:
+        path = os.path.join(run.folder, "overlap.txt")
+        sums = re.search("^steps=.*", read_report(path), re.M) if os.path.exists(path) else None
+        found = dict(re.findall(r"(\w+)=(\d+(?:\.\d+)?)", sums[0])) if sums else {}
+        line = dict(run=os.path.basename(run.folder), workers=run.settings["workers"], steps=found.get("steps"))
+        for what in "upload", "make":
+            busy, hidden = (float(found.get(f"{what}_{part}", 0)) for part in ("us", "hidden_us"))
+            line.update({f"{what}_ms": busy / 1e3, f"{what}_percent": 100 * hidden / busy if busy else None})
+        lines += [line] if found else []
+    return table(titles_of(lines[0]), lines) if lines else ""
+
+
 def make_precision(root, runs, rows):
-    return picture(root, "precision", "how much the losses deviate from those in fp32").strip()
+    """The losses, step by step, of runs that differ in precision only, and their difference from those in fp32."""
+    group = by_precision(runs)
+    if len(group) < 2:
+        return ""
+    with contextlib.suppress(Missing):
+        losses = {name: [loss for *_, loss in step_losses(run)] for name, run in group.items()}
+        titles, lines = dict(step="step"), []
+        for step, numbers in enumerate(zip(*losses.values())):
+            line = dict(step=step + 1)
+            for name, loss in zip(losses, numbers):
+                percent = round(100 * (loss / numbers[0] - 1), 3) + 0  # no -0
+                line.update({name: f"{loss:.5f}", f"{name}_percent": f"{percent:+.3f}"})
+            lines.append(line)
+        for name in losses:
+            titles.update({name: name} if name == "fp32" else {name: name, f"{name}_percent": "difference in %"})
+        every = -(-len(lines) // MOST_STEPS)
+        return table(titles, lines[::every]) + picture(root, "precision", "the losses compared with those in fp32")
+    return ""
+
+
+def make_bytes(root, runs, rows):
+    lines = bytes_rows(runs)
+    titles = titles_of(["rung", "launches", "read_mb", "written_mb", "times_first"])
+    return table(titles, lines) + picture(root, "bytes", "bytes and kernels of each rung") if lines else ""
 
 
 def make_ablation(root, runs, rows):
-    """Of this folder and of those in it, such as the two of lab 9."""
+    """Of this folder and of those in it, such as the two of lab 9; and of those to which links of a lab lead, but for
+    runs of ./cnn-count, which make_bytes() shows."""
     texts = []
-    for folder in [root, *sorted(e.path for e in os.scandir(root) if e.is_dir())]:
+    inside = [root, *sorted(e.path for e in os.scandir(root) if e.is_dir())]
+    linked = {os.path.dirname(ablation_beside(r) or "") for r in runs if not read_counts(r)} - {""}
+    linked = sorted(linked - {*map(os.path.abspath, inside)})
+    for folder in inside + linked:
         text = csv_tables(root, "ablation.csv", [folder])
-        there = os.path.exists(os.path.join(folder, "plots", "ablation.png"))
-        name = os.path.relpath(os.path.join(folder, "plots", "ablation.png"), root)
-        texts += [text + f"\n\n![speed and accuracy of each rung]({name})" * there] if text else []
+        plot = os.path.join(root if folder in linked else folder, "plots", "ablation.png")
+        shown = f"\n\n![speed and accuracy of each rung]({os.path.relpath(plot, root)})" * os.path.exists(plot)
+        texts += [text + shown] if text else []
     return "\n\n".join(texts)
 
 
@@ -353,8 +406,8 @@ def make_classes(root, runs, rows):
 
 MAKERS = dict(settings=make_settings, machine=make_machine, timing=make_timing, steps=make_steps,
               scaling=make_scaling, hours=make_hours, ablation=make_ablation, workers=make_workers,
-              layers=make_layers, profile=make_profile, timeline=make_timeline, precision=make_precision,
-              classes=make_classes)
+              layers=make_layers, profile=make_profile, timeline=make_timeline, overlap=make_overlap,
+              precision=make_precision, bytes=make_bytes, classes=make_classes)
 # The line of report.md in whose place report_full.md has a table
 PLACE = re.compile(rf"^\[({'|'.join(MAKERS)})\]\(tables\.md#\1\)[ \t\r]*$", re.M)
 

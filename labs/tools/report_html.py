@@ -56,6 +56,11 @@ th { background: #f3f3f3 }
 blockquote { margin: 1em 0; padding: .1em 1em; border-left: 4px solid #bbb }
 .todo, .absent { background: #fff3cd; border-left: 4px solid #b37700 }
 .absent { display: block; padding: .5em 1em }
+@media (max-width: 30em) {
+  table { font-size: .72em }
+  th, td { padding: .2em .25em }
+  .long { min-width: 10em }
+}
 @media print {
   body { max-width: none; padding: 0; font-size: 10.5pt }
   h1, h2, h3, p:has(+ .table) { break-after: avoid }

@@ -46,6 +46,8 @@ REPEATED = {"model": "[a-z0-9]{1,12}", "stem": "[a-z0-9]{1,8}", "dataset": "[a-z
             **dict.fromkeys(["width", "limit-train", "batch-size", "epochs", "lr", "momentum", "weight-decay",
                              "label-smoothing", "gamma", "step-size", "warmup-epochs", "seed", "bucket-mb"], NUMBER),
             "nesterov": "on|off"}
+# What reading a file that ./cnn has not written may raise
+DAMAGES = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, csv.Error)
 TEXTS = {"layer", "kind", "out_shape", "bound", "source"}  # columns that hold no number
 
 
@@ -70,7 +72,7 @@ def start(main, about, reads):
     folder = parser.parse_args().folder
     try:
         main(folder)
-    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+    except DAMAGES as error:
         fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
              "was one edited? To find it, give the tool fewer folders")
 
@@ -79,13 +81,14 @@ def start(main, about, reads):
 
 
 def read_epochs(folder):
-    """The rows of epochs.csv; a loss that is not finite is None. A run that has failed early has no such file."""
+    """The rows of epochs.csv; a loss that is not finite is None, and so is a training accuracy that is not known, as in
+    the files of an older ./cnn. A run that has failed early has no such file."""
     path = os.path.join(folder, "epochs.csv")
     if not os.path.exists(path):
         return []
     try:
         with open(path, newline="") as f:
-            return [{name: epoch_value(name, row[name]) for name in EPOCHS} for row in csv.DictReader(f)]
+            return [read_epoch(row) for row in csv.DictReader(f)]
     except OSError as error:
         fail(path, "a file that can be read", error.strerror, "fix its permissions")
     except (KeyError, TypeError, ValueError, csv.Error) as error:
@@ -93,10 +96,16 @@ def read_epochs(folder):
              "give folders that this version of ./cnn has written")
 
 
+def read_epoch(row):
+    epoch = {name: epoch_value(name, row[name]) for name in EPOCHS}
+    epoch["train_accuracy"] = epoch_value("train_accuracy", row.get("train_accuracy") or "")
+    return epoch
+
+
 def epoch_value(name, text):
     if name == "weight_hash":
         return text
-    if name in ("train_loss", "test_loss") and text == "":
+    if name in ("train_loss", "test_loss", "train_accuracy") and text == "":
         return None
     return int(text) if text.isdigit() and len(text) < DIGITS else float(text)
 
@@ -127,6 +136,7 @@ def read_run(folder):
         run.images = sum(e["images"] for e in run.epochs)
         run.loader_wait_s = sum(e["loader_wait_s"] for e in run.epochs)
         run.accuracy = run.epochs[-1]["accuracy"] if run.epochs else math.nan
+        run.train_accuracy = run.epochs[-1]["train_accuracy"] if run.epochs else None
         if run.kind != "cpu":
             run.device = "single" if run.world == 1 else "multi"
         else:
@@ -234,7 +244,7 @@ def read_csv(run, name, columns, absent=None):
             rows = [[{**(absent or {}), **row}[c] for c in columns] for row in csv.DictReader(f)]
         return [[v if c in TEXTS else float(v) for c, v in zip(columns, row)]
                 for row in rows if all(row)]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, csv.Error) as error:
         raise Missing(f"{path}: expected the columns {', '.join(columns)}, found {error!r}") from None
 
 
@@ -248,6 +258,52 @@ def step_losses(run):
         images = sum(row[2] for row in ranks)
         table.append((epoch, step, images, sum(row[2] * row[3] for row in ranks) / max(1, images)))
     return table
+
+
+PRECISION_DIFFERS = {"out", "quiet", "save-model", "trace", "trace-steps", "precision", "kernels"}
+
+
+def by_precision(runs):
+    """{precision: run}: a run in fp32, first, and those that differ from it in precision and kernels only; of several
+    such groups one with most precisions, and among these with most images. Empty if there is no run in fp32."""
+    groups = [{}]
+    for base in (r for r in runs if r.settings.get("precision") == "fp32"):
+        group = {"fp32": base}
+        for run in runs:
+            if not differences(base, run, PRECISION_DIFFERS):
+                group.setdefault(run.settings.get("precision"), run)
+        groups.append(group)
+    return max(groups, key=lambda group: (len(group), group["fp32"].images if group else 0))
+
+
+def read_counts(run):
+    """What ./cnn-count has counted, from output.txt: (launches, bytes read, bytes written) of global memory for each
+    kernel but that which measures the device's peak. Empty if the run was another program's."""
+    path = os.path.join(run.folder, "output.txt")
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8", errors="replace") as f:
+        rows = re.findall(r"^(\S.*?) +(\d+) +\d+ +\((\d+)\) +\d+ +\((\d+)\) ", f.read(), re.M)
+    return {name: tuple(map(int, numbers)) for name, *numbers in rows if name != "peak_kernel"}
+
+
+def bytes_rows(runs):
+    """For each run of ./cnn-count its rung, its kernels' launches and the megabytes that they read and wrote."""
+    table = []
+    for run, counts in ((run, read_counts(run)) for run in runs):
+        if not counts:
+            continue
+        launches, read, written = map(sum, zip(*counts.values()))
+        rung = re.sub(r".*-rung\d+-|-r\d+$", "", os.path.basename(os.path.abspath(run.folder)))
+        table.append(dict(rung=rung, launches=launches, read_mb=read / 1e6, written_mb=written / 1e6,
+                          moved_mb=(read + written) / 1e6))
+    return [dict(row, times_first=row["moved_mb"] / table[0]["moved_mb"]) for row in table]
+
+
+def ablation_beside(run):
+    """The path of the ablation.csv of which a run is a part; None if there is none. The run folder may be a link."""
+    folders = map(os.path.dirname, (os.path.abspath(run.folder), os.path.realpath(run.folder)))
+    return next((path for path in (os.path.join(f, "ablation.csv") for f in folders) if os.path.exists(path)), None)
 
 
 def read_losses(run):
@@ -479,10 +535,13 @@ def make_rows(runs):
         label += f", {run.mode}" if run.world > 1 else ""
         seconds, sd, ci95 = summary([r.seconds for r in group])
         accuracy, accuracy_sd, _ = summary([r.accuracy for r in group])
+        known = all(r.train_accuracy is not None for r in group)
+        trained, trained_sd, _ = summary([r.train_accuracy for r in group]) if known else (None, None, None)
         rows.append(dict(
             device=run.device, parallel=run.mode, gpus=0 if run.kind == "cpu" else run.world, model=run.model,
             batch=run.batch, global_batch=run.global_batch, repeats=len(group), seconds_mean=seconds,
             seconds_sd=sd, ci95=ci95, accuracy_mean=accuracy, accuracy_sd=accuracy_sd, runs=group,
+            train_accuracy_mean=trained, train_accuracy_sd=trained_sd,
             kind=run.kind, devices=run.world, img_per_s=run.images / max(seconds, 1e-9),
             emulated=int(run.emulated), label=label + " (EMULATED)" * run.emulated))
     return rows
@@ -498,6 +557,29 @@ def add_speedups(rows):
         elif not row["emulated"]:
             print(f"Note: no speed-up for {row['device']}, {row['model']}, global batch "
                   f"{row['global_batch']}: no cpu row has that batch")
+
+
+def step_means(run):
+    """Seconds of a step and of its exposed communication, in the mean over the ranks and the steps after warm-up."""
+    rows = [row for row in read_csv(run, "steps.csv", ["seconds", "exposed_comm_s", "warmup"]) if not row[-1]]
+    if not rows:
+        raise Missing(f"{run.folder}/steps.csv has no step after the warm-up")
+    return statistics.mean(row[0] for row in rows), statistics.mean(row[1] for row in rows)
+
+
+def predicted_speedups(rows):
+    """{("ddp", devices N): speed-up S} for rows of scaling_rows() that belong together, from the steps in two of them:
+    t_c, a step on one device, and t_k, the communication that a step on the fewest several devices does not hide.
+    strong: S = t_c / (t_c / N + t_k), weak: S = N t_c / (t_c + t_k). Empty if the steps are not known."""
+    first, *several = sorted((r for r in rows if r["parallel"] != "dp"), key=lambda r: r["devices"])
+    try:
+        compute, communicate = step_means(first["runs"][0])[0], step_means(several[0]["runs"][0])[1]
+    except (IndexError, Missing):
+        return {}
+    counts = [r["devices"] for r in several]
+    if first["scaling"] == "strong":
+        return {("ddp", n): compute / (compute / n + communicate) for n in counts}
+    return {("ddp", n): n * compute / (compute + communicate) for n in counts}
 
 
 def scaling_rows(rows, modes=("ddp",)):

@@ -111,6 +111,8 @@ def read_run(folder):
              "write one with ./cnn ... --out DIR")
     except ValueError as error:
         fail(path, "JSON", error, "run ./cnn once more")
+    except csv.Error as error:
+        fail(os.path.join(folder, "steps.csv"), "what ./cnn writes", error, "was it edited? Run it again")
     except (KeyError, TypeError) as error:
         fail(path, f"the entry {error}", "none", "give a folder that this version of ./cnn has written")
     for name in PARTS:

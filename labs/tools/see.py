@@ -572,6 +572,11 @@ def function_around(lines, line):
 
 # ---- The table and the page
 
+def percent(part, whole):
+    """Rounded as the page rounds: 12.5 to 13."""
+    return int(100 * part / whole + 0.5)
+
+
 def average(a, b):
     return f"{a / b:.1f}" if b else ""
 
@@ -590,7 +595,7 @@ def print_table(data):
                  average(op["lanes"], op["requests"]), op["bytes"],
                  *(("", "", "", op["passes"], op["passes"] - op["least"]) if shared else
                    (op["sectors"], average(op["sectors"], op["requests"]),
-                    f"{100 * op['used'] / (SECTOR * op['sectors']):.0f}", "", "")))
+                    percent(op["used"], SECTOR * op["sectors"]), "", "")))
         print("{:>5} {:28} {:>9} {:>8} {:>9} {:>8} {:>9} {:>6} {:>8} {:>9}".format(*cells))
     total = data["totals"]
     reads = total["global"].get("read_bytes", 0)

@@ -5,26 +5,28 @@
 set -u
 program=$1 lab=$2
 shift 2
-record=build/see.txt source=cnn_kernels.cu
+source=cnn_kernels.cu
 training=(--model lenet --epochs 1 --limit-train 2 --batch-size 2)
 one_image=(--dataset synthetic --limit-test 1 --quiet)
 if [ -z "$CUEMU_SEE" ]; then
     echo "make see: expected the name of a kernel, such as LAB=5 KERNEL=naive_kernel, found none"
     exit 2
 fi
+folder=$(mktemp -d) || exit 1 # each call has one of its own
+trap 'rm -rf "$folder"' EXIT
+record=$folder/record.txt log=$folder/log
 case $lab in
 '') options=("${training[@]}" "${one_image[@]}" "$@") ;;
 4) options=(--model cifar --kernels naive --eval "${one_image[@]}" "$@") ;;
-5) options=(build/see.csv) source=labs/lab05/conv.cu ;;
+5) options=("$folder/convolution.csv") source=labs/lab05/conv.cu ;;
 6) options=("${training[@]}" --kernels naive "${one_image[@]}" "$@") ;;
 *)
     echo "make see: expected LAB=4, 5 or 6, or no LAB, found LAB=$lab"
     exit 2
     ;;
 esac
-mkdir -p build && rm -f "$record"
-if ! CUEMU_SEE_FILE=$record "./$program" "${options[@]}" >build/see.log 2>&1 || [ ! -f "$record" ]; then
-    grep -E '^(cuda_on_cpu|cnn): ' build/see.log || tail -n 5 build/see.log
+if ! CUEMU_SEE_FILE=$record "./$program" "${options[@]}" >"$log" 2>&1 || [ ! -f "$record" ]; then
+    grep -E '^(cuda_on_cpu|cnn): ' "$log" || tail -n 5 "$log"
     exit 1
 fi
 "$PYTHON" labs/tools/see.py "$record" --source "$source" ${WITH:+--with "$WITH"} --out "$PAGE"

@@ -53,7 +53,7 @@ can change that.
 ablation.csv has a row for each rung of a ladder, a text file with one rung a line (--rungs; by default
 slurm/configs/ablation.txt): its name and the options that it adds to the rungs above it; `--program FILE`
 is another build of ./cnn, and `--threads cores` means all usable cores. All rungs train with the same
-images, seeds and epochs:
+images, seeds and epochs, and with Fashion-MNIST; with --model, with the data set of that network, if it is found:
     img_per_s                        the median over all epochs of all repeats, except the first of each
     seconds                          seconds of training, the mean of the repeats
     accuracy, accuracy_sd            as in study.csv: what an optimization must not cost
@@ -378,17 +378,29 @@ def find_device(args):
         return "cpu", args.program
 
 
-def choose_data(args, program, device):
-    """Options for Fashion-MNIST where it is found, else for images that ./cnn generates."""
-    options = ["--dataset", "fashion-mnist"]
+def find_data(args, program, device, options):
+    """The data set that ./cnn reads with these options: `synthetic` if none is found."""
     tiny = ["--model", args.model, "--batch-size", "2", "--limit-train", "2", "--limit-test", "2"]
     try:
-        try_out(program, 1, DEVICES[device].format(n=1).split() + tiny + options, ("fashion-mnist: ",))
+        run = try_out(program, 1, DEVICES[device].format(n=1).split() + tiny + options, ("fashion-mnist: ",))
     except Absent:
+        return "synthetic"
+    return run.settings["dataset"]
+
+
+def choose_data(args, program, device, own):
+    """Options for what all rungs train with: the data set on which ./cnn trains that network, if `own`; else, or if
+    that is not found, Fashion-MNIST; else images that ./cnn generates."""
+    name = find_data(args, program, device, []) if own else "synthetic"
+    if name == "synthetic":
+        name = find_data(args, program, device, ["--dataset", "fashion-mnist"])
+        if own and name != "synthetic":
+            print(f"The data set of {args.model} is not here, so all rungs train with Fashion-MNIST; data/get_data.sh "
+                  "downloads others")
+    if name == "synthetic":
         print("Fashion-MNIST is not here, so all rungs train with generated images; data/get_data.sh "
               "fashion-mnist downloads it")
-        options[1] = "synthetic"
-    return options
+    return ["--dataset", name]
 
 
 def as_word(value):
@@ -453,6 +465,7 @@ def print_ablation(rows, runs, skipped):
 
 
 def ablation(args):
+    own = bool(args.model)
     where, program = find_device(args)
     device = "cpu" if where == "cpu" else "single"
     if where == "emulated":
@@ -465,7 +478,7 @@ def ablation(args):
         print(f"The ladder of the CPU, with a small network: --model mnist, {args.limit} images")
     args.model = args.model or "resnet18"
     if "--dataset" not in args.options:
-        args.options = choose_data(args, program, device) + args.options
+        args.options = choose_data(args, program, device, own) + args.options
     rungs = read_rungs(args.rungs, "cpu" if where == "cpu" else "gpu")
     (tasks, skipped), path = make_rung_tasks(args, device, rungs), os.path.join(args.folder, "ablation.csv")
     for repeat in range(args.repeats):  # a study that is stopped then has the same seeds on all rungs

@@ -30,9 +30,9 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
-from report import (STEP_PARTS, free_settings, generated_files, make_tables, place, read_report, timing_rows,
+from report import (STEP_PHASES, free_settings, generated_files, make_tables, place, read_report, timing_rows,
                     variants)
-from run_folders import (COLUMNS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
+from run_folders import (COLUMNS, DAMAGES, EPOCHS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
                          is_dirty, make_rows, read_confusion, read_csv, read_run, scaling_rows, start,
                          table_lines, workers_rows)
 
@@ -100,6 +100,9 @@ def check_entries(run):
 
 def check_command(run):
     """Each option in the command against the setting of that name."""
+    if not isinstance(run.command, list) or not run.command or not all(isinstance(w, str) for w in run.command):
+        yield finding(path(run, "run.json"), "a command, as a list of words", str(run.command)[:60])
+        return
     words, given = run.command[1:], {}
     for word, after in zip(words, [*words[1:], "--"]):
         name, equals, value = word[2:].partition("=")
@@ -147,9 +150,10 @@ def check_epochs(run):
         if e["seconds"] > 5e-4 and not low <= e["img_per_s"] <= high:
             yield finding(where, f"img_per_s x seconds = {e['images']} images in epoch {e['epoch']}",
                           f"{e['img_per_s']} x {e['seconds']}")
-        for name in ("train_loss", "test_loss"):
+        for name in filter(lambda name: name != "weight_hash", EPOCHS):
             if not is_finite(e[name]):
-                yield finding(where, f"a finite {name} in epoch {e['epoch']}", e[name], SMALLER_LR)
+                yield finding(where, f"a finite {name} in epoch {e['epoch']}", e[name],
+                              SMALLER_LR if name.endswith("_loss") else "was it edited? Run it again")
     if not is_printed(run):
         yield finding(where, "the epochs that output.txt has", "others")
     total, wall = sum(e["seconds"] + e["test_seconds"] for e in run.epochs), run.resources["wall_s"]
@@ -166,9 +170,9 @@ def check_epochs(run):
 
 
 def check_steps(run):
-    """Each epoch of steps.csv against epochs.csv: steps of each rank, images, loss, seconds and their parts."""
+    """Each epoch of steps.csv against epochs.csv: steps of each rank, images, loss, seconds and their phases."""
     where = path(run, "steps.csv")
-    rows = read_csv(run, "steps.csv", ["epoch", "step", "rank", "images", "seconds", "loss", *STEP_PARTS])
+    rows = read_csv(run, "steps.csv", ["epoch", "step", "rank", "images", "seconds", "loss", *STEP_PHASES])
     epochs = by(rows, lambda row: row[0])
     for e in run.epochs:
         ranks = list(by(epochs.get(e["epoch"], []), lambda row: row[2]).values())
@@ -190,17 +194,17 @@ def check_steps(run):
             yield finding(where, f"{seconds} s in all steps of rank 0 in epoch {e['epoch']}, as in epochs.csv",
                           f"{total:.3f} s")
         loss = sum(row[3] * row[5] for rank in ranks for row in rank) / max(images, 1)
-        if is_finite(e["train_loss"]) and is_finite(loss) and abs(loss - e["train_loss"]) > 1e-3 * loss + 6e-5:
+        if is_finite(e["train_loss"]) and not abs(loss - e["train_loss"]) <= 1e-3 * e["train_loss"] + 6e-5:
             yield finding(where, f"the loss {e['train_loss']} in epoch {e['epoch']}, as in epochs.csv",
                           f"{loss:.4f}, the mean of its steps")
     for epoch, step, _, _, _, loss, *_ in rows:
         if not is_finite(loss):
             yield finding(where, f"a finite loss in epoch {epoch:g}, step {step:g}", loss, SMALLER_LR)
             break
-    for epoch, step, _, _, seconds, _, *parts in rows:
-        if abs(seconds - sum(parts)) > 1e-5:
-            yield finding(where, f"seconds = sum of the parts in epoch {epoch:g}, step {step:g}",
-                          f"{seconds} and {sum(parts):.6f}")
+    for epoch, step, _, _, seconds, _, *phases in rows:
+        if not abs(seconds - sum(phases)) <= 1e-5:  # nor NaN
+            yield finding(where, f"seconds = sum of the phases in epoch {epoch:g}, step {step:g}",
+                          f"{seconds} and {sum(phases):.6f}")
             break
 
 
@@ -515,7 +519,7 @@ def each(check):
                 yield from check(run)
             except Missing as why:
                 yield f"{why}; run it again"
-            except (ArithmeticError, KeyError, TypeError, ValueError) as why:
+            except DAMAGES as why:
                 yield finding(path(run, "run.json"), "what ./cnn --out writes", repr(why))
     return rule
 

@@ -19,6 +19,7 @@ mean nothing, so they are left out. Needs the Python packages rich and plotext:
 pip install -r labs/requirements.txt
 """
 import argparse
+import csv
 import json
 import os
 import sys
@@ -198,7 +199,7 @@ def main():
         watch(args.folder, args.once, args.interval)
     except KeyboardInterrupt:
         pass
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         fail(args.folder, "what ./cnn --out writes", f"{type(error).__name__}: {error}",
              "give a folder that this version of ./cnn has written")
 

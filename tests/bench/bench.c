@@ -29,17 +29,17 @@ static double copy_gb_per_s(void) {
 static const Batch *setup_bench(Run *run) {
     Settings *s = &run->settings;
     const Consumer on_cpu = {.device = &cpu_device, .ranks = 1};
-    run->info = dataset_for(run->model, "synthetic");
-    run->train_set.info = &run->info;
+    run->dataset_info = dataset_for(run->model, "synthetic");
+    run->train_set.info = &run->dataset_info;
     make_synthetic(&run->train_set, TRAINING_SET, s->batch_size);
-    net_build(&run->net, run->model, &run->info, s, choose_kernels(s, false));
+    net_build(&run->net, run->model, &run->dataset_info, s, choose_kernels(s, false));
     plan_net(&run->net, s->batch_size);
     net_alloc(&run->net);
     init_weights(&run->net, s->seed);
     run->plan.device = &cpu_device;
-    memory_plan_add(&run->plan, &run->state,
-                    count_states(s->optimizer, s) * run->net.param_size * sizeof(real), DEVICE,
-                    FOR_OPTIMIZER);
+    memory_plan_add(&run->plan, &run->optimizer_state,
+                    count_states(&optimizers[s->optimizer], s) * run->net.param_size * sizeof(real),
+                    DEVICE, FOR_OPTIMIZER);
     memory_plan_alloc(&run->plan);
     loader_plan(&run->train_loader, &run->train_set, s->batch_size, 1, AUGMENT_NONE, on_cpu);
     loader_init(&run->train_loader);
@@ -55,7 +55,7 @@ static __attribute__((noinline)) void train_step(Run *run, const Batch *batch, s
     forward(&run->net, batch->n, &run->net.step->key);
     check_loss(&run->net, batch, loss_and_gradient(&run->net, batch->n));
     backward(&run->net, batch->n);
-    optimizer_step(&run->net, run->state);
+    optimizer_step(&run->net, run->optimizer_state);
 }
 
 // Images a second over at least round_seconds and two steps, behind one that fills the caches.
@@ -130,9 +130,10 @@ static const char *const groups[GROUPS] = {"Winograd", "1 x 1, stride 1, 64 chan
 static int group_of(const Layer *l) {
     if (forward_pass(l, false, NULL).tile > 0)
         return WINOGRAD;
-    if (l->kind == CONV2D && l->kernel == 1 && l->stride == 1 && min_size(l->in.c, l->out.c) >= 64)
+    if (l->kind == CONV2D && l->kernel_size == 1 && l->stride == 1 &&
+        min_size(l->in.c, l->out.c) >= 64)
         return WIDE_1X1;
-    return l->kernel == 3 && l->stride == 2 ? STRIDED_3X3 : NO_GROUP;
+    return l->kernel_size == 3 && l->stride == 2 ? STRIDED_3X3 : NO_GROUP;
 }
 
 // Seconds of a call, the least of several; with one thread they are CPU time, which other programs
@@ -185,7 +186,7 @@ static void print_layers(const Net *net, size_t n) {
     const double peak = cpu_peak_gflops();
     Measured sums[GROUPS] = {{0}};
     printf("Per cent of the peak, %.0f GFLOP/s: executed (of the definition)\n", peak);
-    for (size_t row = 1; row < net->count; row++) {
+    for (size_t row = 1; row < net->layer_count; row++) {
         const Layer *l = &net->layers[row];
         char text[64];
         if (!has_weight_matrix(l))

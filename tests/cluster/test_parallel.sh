@@ -227,7 +227,7 @@ test_nccl() {
         test "$status" -ne 0 -a "$(grep -c 'all-reduce, in another rank.*: remote process exited' "$err")" -gt 0
     with_nccl 1 "${small[@]}"
     holds nccl/shared_gpu "our own message, before NCCL's" "$(cat "$out" "$err")" \
-        test "$status" -eq 2 -a "$(grep -c 'share a GPU of .*--oversubscribe' "$err")" -gt 0 -a \
+        test "$status" -eq 2 -a "$(grep -c 'share a GPU on .*--oversubscribe' "$err")" -gt 0 -a \
         "$(cat "$out" "$err" | grep -c 'NCCL: rank\|Duplicate')" -eq 0
     with_nccl 1 "${small[@]}" --oversubscribe
     same nccl/oversubscribe "0 0" "$status $(grep -c 'NCCL: rank' "$err")"
@@ -428,7 +428,7 @@ test_refusals() {
         grep -q 'expected --parallel ddp' "$err"
     with mpi 2 "${d[@]}" --replicas 2
     holds refusals/mpi_replicas "a word on --replicas" "exit $status, $(cat "$err")" \
-        grep -q 'nor --replicas' "$err"
+        grep -q 'without --gpus or --replicas' "$err"
 }
 
 test_equal_losses

@@ -662,10 +662,12 @@ inline int __all_sync(unsigned mask, int vote, SourceLocation location = {}) {
 
 // Integer atomics only: their sum is the same in every order. They are relaxed; a fence orders the
 // accesses before it before those of another thread after its own, later fence.
-#define EMU_ATOMIC(NAME, BUILTIN)                                                                \
-    template <class T> T NAME(T *address, std::common_type_t<T> value) {                         \
-        static_assert(std::is_integral_v<T>, "float atomics make a result depend on the order"); \
-        return BUILTIN(address, value, __ATOMIC_RELAXED);                                        \
+#define EMU_ATOMIC(NAME, BUILTIN)                                                             \
+    template <class T> T NAME(T *address, std::common_type_t<T> value) {                      \
+        static_assert(std::is_integral_v<T>,                                                  \
+                      #NAME " of floats: the sum would depend on the order of the threads; "  \
+                            "let one thread compute each sum, in an order that is the same"); \
+        return BUILTIN(address, value, __ATOMIC_RELAXED);                                     \
     }
 EMU_ATOMIC(atomicAdd, __atomic_fetch_add)
 EMU_ATOMIC(atomicOr, __atomic_fetch_or)

@@ -173,7 +173,7 @@ test_environment() {
 }
 
 test_refuses() {
-    refuses float_atomics 'float atomics make a result depend' <<'END'
+    refuses float_atomics 'atomicAdd of floats: the sum would depend on the order' <<'END'
 __global__ void k(float *a) { atomicAdd(a, 1.0f); }
 END
     refuses half_arithmetic 'no match for|invalid operands' <<'END'

@@ -97,7 +97,8 @@ static const Cost costs[KINDS] = {
     [BATCHNORM2D] = {{"batchnorm2d_forward", "batchnorm2d_backward"}, {0, 3}, {0, 2}, {0, 3}, 0},
     [RELU] = {{"relu_forward", "relu_backward"}, {0, 2}, {0, 3}, {0, 0}, 0},
     [MAXPOOL2D] = {{"maxpool2d_forward", "maxpool2d_backward"}, {1, 1}, {1, 1}, {0, 0}, 1},
-    [AVGPOOL2D] = {{"avgpool2d_forward", "avgpool2d_backward"}, {1, 1}, {1, 1}, {0, 0}, 0},
+    [GLOBAL_AVGPOOL2D] =
+        {{"global_avgpool2d_forward", "global_avgpool2d_backward"}, {1, 1}, {1, 1}, {0, 0}, 0},
     [ADD] = {{"add_forward", "add_backward"}, {0, 2}, {0, 2}, {0, 0}, 0},
     [DROPOUT] = {{"dropout_forward", "dropout_backward"}, {0, 2}, {0, 2}, {0, 0}, 1},
     [LOG_SOFTMAX] = {{"log_softmax_forward", "log_softmax_backward"}, {0, 2}, {0, 3}, {0, 0}, 0},
@@ -105,7 +106,7 @@ static const Cost costs[KINDS] = {
 
 static double forward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
-    const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
+    const double in = (double)(w.n * shape_size(w.l->in)), out = (double)output_size(w);
     const double weights = has_weight_matrix(w.l) ? (double)w.l->weight_count : 0;
     const bool adds = w.residual;
     return (double)gpu->element_bytes *
@@ -116,7 +117,7 @@ static double forward_bytes(Work w) {
 // With the backward of a fused ReLU, unless a BatchNorm does it as it reads dout, and of a sum
 static double backward_bytes(Work w) {
     const Cost *c = &costs[w.l->kind];
-    const double in = (double)(w.n * shape_size(w.l->in)), out = (double)outputs(w);
+    const double in = (double)(w.n * shape_size(w.l->in)), out = (double)output_size(w);
     const double weights = has_weight_matrix(w.l) ? (double)w.l->weight_count : 0;
     const bool masks = w.fused.relu_backward && (w.residual || w.l->kind != BATCHNORM2D);
     double numbers = c->backward.in * in + c->backward.out * out + (w.accumulate ? in : 0);
@@ -152,12 +153,13 @@ static void time_nll_loss(real *losses, real *correct, real *dlogp, const real *
 }
 
 static void time_adadelta(Update u) {
-    TIME("adadelta", "", 0, (28. + (u.param16 ? 2 : 0)) * (double)u.count, true, adadelta(u));
+    TIME("adadelta", "", 0, (28. + (u.param16 ? 2 : 0)) * (double)u.count, true,
+         update[ADADELTA](u));
 }
 
 static void time_sgd(Update u) {
     TIME("sgd", "", 0, ((u.momentum > 0 ? 20. : 12.) + (u.param16 ? 2 : 0)) * (double)u.count, true,
-         sgd(u));
+         update[SGD](u));
 }
 
 static void time_copy(void *to, const void *from, size_t bytes) {
@@ -176,8 +178,8 @@ static Kernels timed_kernels(void) {
         k.layers[kind].backward = time_backward;
     }
     k.nll_loss = time_nll_loss;
-    k.adadelta = time_adadelta;
-    k.sgd = time_sgd;
+    k.update[ADADELTA] = time_adadelta;
+    k.update[SGD] = time_sgd;
     return k;
 }
 
@@ -219,16 +221,17 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
     built = *run->model;
     built.build = build ? build : built.build;
     run->model = &built;
-    run->info = dataset_for(run->model, "synthetic");
-    run->train_set.info = &run->info;
+    run->dataset_info = dataset_for(run->model, "synthetic");
+    run->train_set.info = &run->dataset_info;
     make_synthetic(&run->train_set, TRAINING_SET, c->batch);
-    net_build(&run->net, run->model, &run->info, &run->settings, gpu);
+    net_build(&run->net, run->model, &run->dataset_info, &run->settings, gpu);
     plan_net(&run->net, c->batch);
     net_alloc(&run->net);
     init_weights(&run->net, 1);
-    run->state = gpu->device->alloc(count_states(run->settings.optimizer, &run->settings) *
-                                    run->net.param_size * sizeof *run->state);
-    if (!run->state)
+    run->optimizer_state =
+        gpu->device->alloc(count_states(&optimizers[run->settings.optimizer], &run->settings) *
+                           run->net.param_size * sizeof *run->optimizer_state);
+    if (!run->optimizer_state)
         die(1, "no memory for the optimizer of %s", c->model);
     Consumer consumer = {.device = gpu->device, .pinned = true, .ranks = 1};
     loader_plan(&run->train_loader, &run->train_set, c->batch, 1, AUGMENT_NONE, consumer);
@@ -241,7 +244,7 @@ static void free_bench(Run *run) {
     run->net.kernels = gpu;
     run->net.device = gpu->device;
     loader_free(&run->train_loader);
-    gpu->device->release(run->state);
+    gpu->device->release(run->optimizer_state);
     memory_plan_free(&run->net.plan);
     free_dataset(&run->train_set);
 }
@@ -252,7 +255,7 @@ static BatchLoss train_step(Run *run, const Batch *batch) {
     forward(&run->net, batch->n, &run->net.step->key);
     const BatchLoss loss = loss_and_gradient(&run->net, batch->n);
     backward(&run->net, batch->n);
-    optimizer_step(&run->net, run->state);
+    optimizer_step(&run->net, run->optimizer_state);
     return loss;
 }
 

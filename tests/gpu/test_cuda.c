@@ -122,27 +122,23 @@ static int guard_byte(const Array *a) {
 
 /* ---- Precisions */
 
-static bool is_precision(const Kernels *k, const char *name) {
-    return strcmp(PRECISION_OF(k), name) == 0;
-}
-
 // The largest relative error of rounding to the kernels' precision.
 static double unit_roundoff(const Kernels *k) {
-    return is_precision(k, "bf16") ? 1. / 256 : is_precision(k, "fp16") ? 1. / 2048 : 0;
+    return k->precision == BF16 ? 1. / 256 : k->precision == FP16 ? 1. / 2048 : 0;
 }
 
 /* To the nearest number of the kernels' precision, ties to even: 8 significant bits, or 11 of
    numbers of at least 2^-14. tf32: 11 bits, ties away from zero. */
 static real rounded(const Kernels *k, real x) {
-    int exponent, bits = is_precision(k, "bf16") ? 8 : 11;
-    if (is_precision(k, "fp32") || !PRECISION_OF(k) || !isfinite(x))
+    int exponent, bits = k->precision == BF16 ? 8 : 11;
+    if (k->precision == FP32 || !isfinite(x))
         return x;
     frexp((double)x, &exponent);
-    exponent = is_precision(k, "fp16") && exponent < -13 ? -13 : exponent;
+    exponent = k->precision == FP16 && exponent < -13 ? -13 : exponent;
     double scaled = ldexp((double)x, bits - exponent);
-    double whole = is_precision(k, "tf32") ? round(scaled) : nearbyint(scaled);
+    double whole = k->precision == TF32 ? round(scaled) : nearbyint(scaled);
     double y = ldexp(whole, exponent - bits);
-    return (real)(is_precision(k, "fp16") && fabs(y) > 65504 ? copysign(INFINITY, y) : y);
+    return (real)(k->precision == FP16 && fabs(y) > 65504 ? copysign(INFINITY, y) : y);
 }
 
 // The bits of a rounded number.
@@ -150,7 +146,7 @@ static uint16_t encode(const Kernels *k, real x) {
     float wide = (float)x;
     uint32_t bits;
     memcpy(&bits, &wide, sizeof bits);
-    if (is_precision(k, "bf16"))
+    if (k->precision == BF16)
         return (uint16_t)(bits >> 16);
     if (!isfinite(x))
         return (uint16_t)((bits >> 16 & 0x8000) | (isnan(x) ? 0x7fff : 0x7c00));
@@ -161,7 +157,7 @@ static uint16_t encode(const Kernels *k, real x) {
 }
 
 static real decode(const Kernels *k, uint16_t half) {
-    if (is_precision(k, "bf16")) {
+    if (k->precision == BF16) {
         uint32_t bits = (uint32_t)half << 16;
         float wide;
         memcpy(&wide, &bits, sizeof wide);
@@ -403,7 +399,7 @@ typedef struct Splits {
 static void compare_layer(const Kernels *k, Layer l, bool relu, size_t n, bool accumulate,
                           bool no_din, Splits *splits) {
     const Fusion fused = {.relu = relu};
-    size_t taps = l.kernel * l.kernel, pixels = n * l.out.h * l.out.w;
+    size_t taps = l.kernel_size * l.kernel_size, pixels = n * l.out.h * l.out.w;
     size_t inputs = n * shape_size(l.in), outputs = n * shape_size(l.out);
     Task t = {.run = run_forward, .l = &l, .fused = fused, .n = n};
     memset(tiles, draw_bits() % 4, sizeof tiles);
@@ -469,12 +465,12 @@ static void expect_rounding(const Kernels *k, const Task *t, Array *rounded, siz
 
 // tf32: the tensor cores get rounded numbers; those that are rounded before give the same bits.
 static void test_rounding(const Kernels *k) {
-    if (!is_precision(k, "tf32") || tiny)
+    if (k->precision != TF32 || tiny)
         return;
     for (uint8_t tile = 1; tile < 4; tile++) {
         const size_t n = 2;
         first_layer((Shape){8, 8, 32});
-        conv2d_with_bias(&net, 0, 128, 3, 1, 1, false);
+        conv2d_bias(&net, 0, 128, 3, 1, 1, false);
         const Layer *l = &net.layers[1];
         snprintf(context, sizeof context, "tile %d", tile);
         memset(tiles, tile, sizeof tiles);
@@ -507,7 +503,7 @@ static Layer draw_conv(size_t *n) {
     Shape in = {draw_size(least, least + side), draw_size(least, least + side),
                 draw_channels(depth)};
     const Layer *l = first_layer(in);
-    conv2d_with_bias(&net, 0, draw_channels(channels), kernel, stride, padding, draw_bits() % 2);
+    conv2d_bias(&net, 0, draw_channels(channels), kernel, stride, padding, draw_bits() % 2);
     *n = draw_size(1, tiny ? 2 : 9);
     return *l;
 }
@@ -539,8 +535,8 @@ static void test_conv(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : sizeof shapes / sizeof *shapes); i++)
         for (size_t variant = 0; variant < (tiny ? 1 : quick ? 2 : 4); variant++) {
             const Layer *l = first_layer(shapes[i].in);
-            conv2d_with_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
-                             shapes[i].padding, variant & 1);
+            conv2d_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                        shapes[i].padding, variant & 1);
             integers = variant & 1;
             compare_layer(k, *l, false, shapes[i].n, variant & 2, false, &splits);
         }
@@ -573,7 +569,7 @@ static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scra
 // --layout nchw: the window covers the image, so that the output is the same in both layouts.
 static void compare_nchw(const Kernels *k, size_t side, size_t channels, size_t n) {
     const Layer *l = first_layer((Shape){side, side, channels});
-    conv2d_with_bias(&net, 0, 6, side, 1, 0, true);
+    conv2d_bias(&net, 0, 6, side, 1, 0, true);
     Array in = typed(input_array("in", n * shape_size(l->in))), nchw = twin(&in);
     for (size_t i = 0; i < in.count; i++) {
         size_t c = i % channels, pixel = i / channels, at = pixel % (side * side);
@@ -787,8 +783,9 @@ static void compare_maxpool(const Kernels *k, const Layer *l, size_t n, bool acc
                           output_bytes("argmax", outputs)};
         COMPARE(k, (Task){.run = run_pool_forward, .l = l, .n = n});
     }
-    Array arrays[] = {typed(changed_array("din", inputs, l->kernel * l->kernel + 1, accumulate)),
-                      typed(input_array("dout", outputs)), argmax};
+    Array arrays[] = {
+        typed(changed_array("din", inputs, l->kernel_size * l->kernel_size + 1, accumulate)),
+        typed(input_array("dout", outputs)), argmax};
     COMPARE(k, (Task){.run = run_pool_backward, .l = l, .n = n, .accumulate = accumulate});
 }
 
@@ -807,7 +804,7 @@ static void test_maxpool(const Kernels *k) {
 static void test_avgpool(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : 12); i++) {
         Shape s = {draw_size(1, 9), draw_size(1, 9), draw_size(1, 70)};
-        Layer l = {.kind = AVGPOOL2D, .in = s, .out = {1, 1, s.c}};
+        Layer l = {.kind = GLOBAL_AVGPOOL2D, .in = s, .out = {1, 1, s.c}};
         size_t n = draw_size(1, 9);
         describe(&l, n, "");
         {
@@ -1101,7 +1098,7 @@ static void test_fused_backward(const Kernels *k) {
         describe(&norm, 2, adds ? ", fused sum and ReLU" : ", fused ReLU");
         compare_fused(k, &norm, 2, adds, accumulate);
         const Layer *conv = first_layer((Shape){5, 6, 9});
-        conv2d_with_bias(&net, 0, draw_size(1, 20), 3, 1, 1, i % 2);
+        conv2d_bias(&net, 0, draw_size(1, 20), 3, 1, 1, i % 2);
         describe(conv, 2, ", fused ReLU");
         compare_fused(k, conv, 2, false, accumulate);
     }
@@ -1161,7 +1158,7 @@ static void test_moments(const Kernels *k) {
     for (size_t i = 0; i < (tiny ? 1 : 3 * sizeof shapes / sizeof *shapes); i++) {
         const Layer *l = first_layer(shapes[i / 3].in);
         size_t n = shapes[i / 3].n, c = shapes[i / 3].channels, kernel = shapes[i / 3].kernel;
-        conv2d_with_bias(&net, 0, c, kernel, 1, kernel / 2, false);
+        conv2d_bias(&net, 0, c, kernel, 1, kernel / 2, false);
         size_t count = n * shape_size(l->out);
         memset(tiles, (int)(1 + i % 3), sizeof tiles);
         integers = true;
@@ -1197,8 +1194,8 @@ static void test_tiles(const Kernels *k) {
     for (size_t i = 0; i < (quick ? 2 : 3) && k->name != NAIVE; i++) {
         const Layer *l = first_layer(shapes[i].in);
         size_t n = shapes[i].n;
-        conv2d_with_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
-                         shapes[i].kernel / 2, false);
+        conv2d_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                    shapes[i].kernel / 2, false);
         size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
         Array given[] = {typed(output_array("din", inputs, 1)),
                          output_array("dweight", l->weight_count, 1),
@@ -1259,7 +1256,7 @@ static void test_choice_of_tiles(const Kernels *k) {
     for (size_t i = tensor; i < 3; i++) {
         const Layer *l = first_layer((Shape){128, 128, 8});
         const size_t rows = 128 * 128, tile = shapes[i].height * shapes[i].width;
-        conv2d_with_bias(&net, 0, shapes[i].channels, 1, 1, 0, false);
+        conv2d_bias(&net, 0, shapes[i].channels, 1, 1, 0, false);
         Array a[] = {typed(output_array("out", rows * l->out.c, 1)),
                      typed(input_array("in", rows * l->in.c)),
                      typed(input_array("weight", l->weight_count)), new_array("none", 0, 1)};
@@ -1385,7 +1382,7 @@ static void run_adadelta(const Kernels *k, const Task *t, void *const *a, real *
     u.state[1] = a[2];
     u.grad = a[3];
     u.param16 = a[4];
-    k->adadelta(u);
+    k->update[ADADELTA](u);
     if (!k->device->is_gpu && u.param16) // the GPU's kernels write it
         memcpy(u.param16, u.param, u.count * sizeof(real));
 }
@@ -1396,7 +1393,7 @@ static void run_sgd(const Kernels *k, const Task *t, void *const *a, real *scrat
     u.state[0] = a[1];
     u.grad = a[2];
     u.param16 = a[3];
-    k->sgd(u);
+    k->update[SGD](u);
     if (!k->device->is_gpu && u.param16) // the GPU's kernels write it
         memcpy(u.param16, u.param, u.count * sizeof(real));
 }
@@ -1682,7 +1679,8 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     plan_net(&net, batch_size);
     net_alloc(&net);
     init_weights(&net, 1);
-    real *state = k->device->alloc(count_states(s.optimizer, &s) * net.param_size * sizeof *state);
+    real *state = k->device->alloc(count_states(&optimizers[s.optimizer], &s) * net.param_size *
+                                   sizeof *state);
     loader_plan(&loader, &data, batch_size, 1, AUGMENT_NONE,
                 (Consumer){k->device, 0, k->device->is_gpu, resident, 0, 1, 0});
     loader_init(&loader);
@@ -1717,7 +1715,7 @@ static void compare_losses(const double *got, const double *want, size_t steps, 
 // The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
 static void test_training(const Kernels *k) {
     bool tiled = k->name == TILED;
-    double tolerance = is_precision(k, "fp32") ? 1e-4 : is_precision(k, "bf16") ? 3e-2 : 1e-2;
+    double tolerance = k->precision == FP32 ? 1e-4 : k->precision == BF16 ? 3e-2 : 1e-2;
     // quick: only cifar; ./cnn-emu trains mnist, see test_cuda.sh
     for (size_t i = quick; i < (quick ? 2 : (size_t)TRAINED - !tiled); i++) {
         const char *model = trained[i].model;
@@ -1734,14 +1732,14 @@ static void test_training(const Kernels *k) {
 }
 
 /* A gradient that is infinite skips this update and all after it. fp16: it skips exactly one and
-   halves the scale; the last of SCALE_STEPS good steps doubles it. */
+   halves the scale; the last of GROWTH_INTERVAL good steps doubles it. */
 static void test_loss_scale(const Kernels *k) {
     enum { COUNT = 1000, STEPS = 5, BAD = 2 };
     const bool scaled = k->precision == FP16;
     Array param = input_array("param", COUNT), grad = input_array("grad", COUNT);
     real *on_device[3], read[2][COUNT];
     LossScale *scale = k->device->alloc(sizeof *scale),
-              now = {.scale = 1024, .steps = SCALE_STEPS - 2};
+              now = {.scale = 1024, .steps = GROWTH_INTERVAL - 2};
     void *low = k->device->alloc(COUNT * k->element_bytes);
     StepInputs *step = k->device->alloc(sizeof *step);
     for (size_t i = 0; i < 3; i++)
@@ -1754,14 +1752,14 @@ static void test_loss_scale(const Kernels *k) {
         k->device->copy(on_device[1], grad.at, COUNT * sizeof(real));
         k->device->copy(read[0], on_device[0], COUNT * sizeof(real));
         k->count_not_finite(scale, on_device[1], COUNT);
-        k->sgd((Update){.param = on_device[0],
-                        .grad = on_device[1],
-                        .state = {on_device[2]},
-                        .param16 = low,
-                        .scale = scale,
-                        .count = COUNT,
-                        .step = step,
-                        .momentum = .9});
+        k->update[SGD]((Update){.param = on_device[0],
+                                .grad = on_device[1],
+                                .state = {on_device[2]},
+                                .param16 = low,
+                                .scale = scale,
+                                .count = COUNT,
+                                .step = step,
+                                .momentum = .9});
         if (scaled)
             k->adjust_scale(scale);
         k->device->copy(read[1], on_device[0], COUNT * sizeof(real));
@@ -1772,7 +1770,7 @@ static void test_loss_scale(const Kernels *k) {
         if (!scaled && now.not_finite != (i >= BAD))
             fail("step %zu: %u not finite", i, now.not_finite);
         const float want[] = {1024, 2048, 1024, 1024, 1024};
-        const uint32_t steps[] = {SCALE_STEPS - 1, 0, 0, 1, 2};
+        const uint32_t steps[] = {GROWTH_INTERVAL - 1, 0, 0, 1, 2};
         if (scaled && (now.scale != want[i] || now.steps != steps[i] || now.skipped != (i >= BAD) ||
                        now.not_finite))
             fail("step %zu: scale %g after %u steps, %u skipped, %u not finite", i,
@@ -1861,7 +1859,7 @@ int main(int argc, char **argv) {
         const Kernels *k = cuda_kernels(which);
         const bool named =
             strcmp(kernels, NAME_OF(k)) == 0 || strcmp(kernels, PRECISION_OF(k)) == 0;
-        if ((*kernels && !named) || (tiny && is_precision(k, "fp16"))) // the code is that of bf16
+        if ((*kernels && !named) || (tiny && k->precision == FP16)) // the code is that of bf16
             continue;
         if (lacks_tensor_cores(k)) {
             skip(PRECISION_OF(k), no_tensor_cores);

@@ -42,9 +42,8 @@ resources() {
             print $1, $2 }' | sort
 }
 
-# in_memory <RESOURCES: kernels that keep numbers of a thread in memory, except for the four of Philox, which are
-# indexed by a variable
-in_memory() { awk '$4 > 0 || $3 > ($1 ~ /^(dropout_forward|gather)_/ ? 16 : 0)'; }
+# in_memory <RESOURCES: kernels that keep numbers of a thread in memory
+in_memory() { awk '$3 > 0 || $4 > 0'; }
 
 # loops <MACHINE CODE: a line `KERNEL MULTIPLY_ADDS INSTRUCTIONS` of each kernel's loop that has the most
 # multiply-adds, of tensor kernels those of the tensor cores

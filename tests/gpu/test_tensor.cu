@@ -269,7 +269,7 @@ static void print_late(const Judge &judge, const Layer &l, const Variant<real, r
     static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
     printf("%s %zu, %zu x %zu x %zu to %zu, filter %zu, stride %zu, %s: C %d x %d, K %d, %zu "
            "blocks of %zu x %zu on %zu multiprocessors, %.2f waves: %.2f; %s\n",
-           judge.network.name, judge.network.images, l.in.h, l.in.w, l.in.c, l.out.c, l.kernel,
+           judge.network.name, judge.network.images, l.in.h, l.in.w, l.in.c, l.out.c, l.kernel_size,
            l.stride, passes[p.pass], p.rows, p.columns, p.depth, blocks_of(v, p), v.m, v.n,
            processors, waves, ceil(waves) / waves, reason_of(waves, by_chunks));
 }
@@ -309,7 +309,7 @@ static void judge_layer(Judge &judge, size_t side, size_t in, size_t out, size_t
     Layer l = {};
     l.in = {side, side, in};
     l.out = {out_side, out_side, out};
-    l.kernel = kernel;
+    l.kernel_size = kernel;
     l.stride = stride;
     l.padding = padding;
     l.weight_count = kernel * kernel * in * out;

@@ -2,16 +2,19 @@
 
     grade_test.py MADE REPO     MADE has a starter of lab 0, the runs to begin with, and the program to run
 
-QUICK=1: all submissions are examined, but only some of them go through all of labs/grade. It prints
-`pass grade/NAME`, `fail grade/NAME: ...` or `skip grade/NAME: ...`.
+All submissions are examined; a third of them goes through all of labs/grade, others each day (LONG=1: all, QUICK=1:
+one). It prints `pass grade/NAME`, `fail grade/NAME: ...` or `skip grade/NAME: ...`.
 """
 import csv
+import glob
 import html
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 
 MADE, REPO = sys.argv[1:3]
 QUICK = bool(os.environ.get("QUICK"))
@@ -107,6 +110,13 @@ def test_whole(names):
         verdict(f"whole/file_name/{page}", "harmless characters", page, re.fullmatch("pages/[A-Za-z0-9._-]+", page))
 
 
+def some(names):
+    """A third of them, others each day, and all with LONG=1. What is copied from another one comes with it."""
+    day = int(os.environ.get("ROTATION") or time.strftime("%j"))
+    return [name for i, name in enumerate(names) if os.environ.get("LONG") or (i + day) % 3 == 0 or
+            name.startswith("copied_") or name.endswith("_the_victim")]
+
+
 def harmless(name, page):
     """No element of a page comes from a submission."""
     wanted = set("html head meta title style body h1 h2 p table tr th td pre img".split())
@@ -121,10 +131,11 @@ def untouched():
 # Code in place of TODO 1.1, and the flag that it gets.
 HOSTILE = {
     "never_ends": ("for (;;)\n    ;", ("code", "test 1", "stopped after")),
-    "forks": ("for (;;)\n    fork();", ("code", "cnn.c, line", "fork(), which starts or stops processes")),
-    "uses_a_socket": ("socket(2, 1, 0);", ("code", "cnn.c, line", "socket(), which uses a network")),
-    "removes_files": ('remove("CANARY/kept");', ("code", "cnn.c, line", "remove(), which changes files")),
-    "writes_files": ('mkdir("CANARY/made", 0777);', ("code", "cnn.c, line", "mkdir(), which changes files"))}
+    "forks": ("for (;;)\n    fork();", ("code", "test 1", "uses fork, which this task has no use for")),
+    "uses_a_socket": ("extern int socket(int, int, int);\n    socket(2, 1, 0);",
+                      ("code", "test 1", "uses socket, which this task has no use for")),
+    "removes_files": ('remove("CANARY/kept");', ("code", "test 1", "uses remove, which this task has no use for")),
+    "writes_files": ('mkdir("CANARY/made", 0777);', ("code", "test 1", "uses mkdir, which this task has no use for"))}
 
 
 def test_hostile_code():
@@ -265,10 +276,10 @@ def test_broken_tools():
         verdict(f"broken_tools/{name}", wanted, result.flags, has(result.flags, wanted))
 
 
-def test_ended():
-    """SIGTERM after the first of two students: the first is in the grade book, and no folder is left. While it runs,
+def test_ended(number):
+    """A signal after the first of two students: the first is in the grade book, and no folder is left. While it runs,
     only its user can enter its folder."""
-    temporary, out = f"{MADE}/temporary", f"{MADE}/grades-ended"
+    temporary, out = f"{MADE}/temporary{number}", f"{MADE}/grades-ended{number}"
     os.mkdir(temporary, 0o755)
     with subprocess.Popen([os.path.join(REPO, "labs", "grade"), "--lab", "0", "--out", out, "--starter",
                            f"{MADE}/starter", "--again", "0", "--isolation", KIND, f"{MADE}/given/anna",
@@ -277,9 +288,11 @@ def test_ended():
         said = [grader.stdout.readline(), grader.stdout.readline()]
         modes = [oct(entry.stat().st_mode & 0o7007) for entry in os.scandir(temporary)
                  if entry.name.startswith("grade-")]
-        grader.terminate()
+        grader.send_signal(number)
+        time.sleep(0.05)
+        grader.send_signal(number)
     same("ended/said", "anna: 10/10 points", said[1].partition(",")[0])
-    same("ended/status", 143, grader.returncode)
+    same("ended/status", 128 + number, grader.returncode)
     same("ended/private", ["0o0"], modes)
     same("ended/nothing_left", [], os.listdir(temporary))
     same("ended/grade_book", ["student", "anna"], [line.split(",")[0] for line in
@@ -287,17 +300,26 @@ def test_ended():
     verdict("ended/page", "its page", os.listdir(f"{out}/pages"), os.path.exists(f"{out}/pages/anna.html"))
 
 
+def test_refusals():
+    """The phrases by which labs/grade knows what a part has done are the checker's."""
+    checker = "".join(submissions.load(path) for path in glob.glob(f"{REPO}/labs/check/*.*"))
+    for phrase in grading.BY_A_PART.pattern.split("|"):
+        verdict(f"refusals/{phrase.replace(' ', '_')}", "in labs/check", "nowhere", phrase in checker)
+
+
 def main():
     every = [*submissions.GOOD, *submissions.BAD]
     submissions.make_all(MADE, os.path.join(MADE, "given"), every)
     verdict("submissions", "30 or more", len(every), len(every) >= 30)
     test_cells()
+    test_refusals()
     test_refused()
     test_examined(every)
     test_broken_tools()
-    test_ended()
+    for number in (signal.SIGHUP,) if QUICK else (signal.SIGHUP, signal.SIGTERM):
+        test_ended(number)
     try_sandbox.test_all(verdict, MADE, QUICK)
-    test_whole(["anna"] if QUICK else every)
+    test_whole(["anna"] if QUICK else some(every))
     if not QUICK:
         test_hostile_code()
 

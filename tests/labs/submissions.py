@@ -285,7 +285,7 @@ def all_times_divided(student):
     run.save()
 
 
-@bad(("numbers", "lab00/steps.csv", "seconds = sum of the parts in epoch 1, step 5"))
+@bad(("numbers", "lab00/steps.csv", "seconds = sum of the phases in epoch 1, step 5"))
 def part_of_a_step(student):
     run = student.run()
     run.steps[4]["forward_s"] = f"{float(run.steps[4]['forward_s']) / 2:.6f}"
@@ -372,6 +372,28 @@ def fake_losses(student):
 @bad(("rerun", "lab00/steps.csv", "in step 1, as in a run of your own build"))
 def losses_faked(student):
     fake_losses(student)
+
+
+@bad(("rerun", "lab00/run.json", "could not be re-run: cnn: error: --model"))
+def faked_and_not_repeatable(student):
+    run = fake_losses(student)
+    run.about["settings"]["model"] = "unknown"
+    run.save_json()
+
+
+@bad(("numbers", "lab00/steps.csv", "as in epochs.csv"), ("rerun", "lab00/steps.csv", "found inf"))
+def losses_that_overflow(student):
+    run = student.run()
+    for step in run.steps:
+        step["loss"] = "1e308"
+    run.save()
+
+
+@bad(("numbers", "lab00/epochs.csv", "a finite accuracy in epoch 1"))
+def accuracy_that_is_no_number(student):
+    run = student.run()
+    run.epochs[-1]["accuracy"] = "nan"
+    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
 
 
 @bad(("numbers", "lab00/run.json", "with the provenance measured"))
@@ -494,6 +516,23 @@ def seed_unlike_its_command(student):
     run = student.run()
     run.about["command"] += ["--seed", "7"]
     run.save_json()
+
+
+@bad(("numbers", "lab00/run.json", "a command, as a list of words"))
+def command_that_is_no_list(student):
+    run = student.run()
+    run.about["command"] = "./cnn"
+    run.save_json()
+
+
+@bad(("numbers", "lab00/run.json", "what ./cnn --out writes"), ("numbers", "lab00/steps.csv", "as in epochs.csv"))
+def empty_command(student):
+    """A rule that breaks off keeps no later rule from its findings."""
+    run = student.run()
+    run.about["command"] = []
+    for step in run.steps:
+        step["loss"] = "9"
+    run.save()
 
 
 @bad(("numbers", "lab00/steps.csv", "a finite loss"))

@@ -46,6 +46,7 @@ def refuse(why):
     sys.exit("cnn: error: " + why)
 if "gpu" in lacks and not emulated and "--gpus" in given:
     refuse("--gpus 1: found no GPU (stand-in); --replicas 1 does the same on the CPU")
+given.setdefault("--dataset", "cifar10" if given["--model"] == "cifar" and "cifar10" not in lacks else "synthetic")
 if "fashion-mnist" in lacks and given["--dataset"] == "fashion-mnist":
     refuse("fashion-mnist: expected train-images-idx3-ubyte (or .gz), found none in")
 fast = {"--kernels": ["naive", "tiled", "tensor"], "--precision": ["fp32", "tf32", "bf16"],
@@ -156,6 +157,16 @@ test_lacks() {
     same data/csv "synthetic (generated images)" "$(cell made_up/ablation.csv nhwc dataset)"
     same data/one_seed "81 " "$(cell made_up/ablation.csv nhwc accuracy) $(cell made_up/ablation.csv nhwc accuracy_sd)"
     rm trained
+    ablation own_model --repeats 1 --model cifar # its data set is here, Fashion-MNIST is not
+    same data/of_the_model "0 7" "$status $(grep -c -- '--dataset cifar10' trained)"
+    line data/of_the_model_head '^Ablation: cifar, cifar10, 1000 images,'
+    echo cifar10 >lacks
+    rm trained
+    ablation other_data --repeats 1 --model cifar
+    same data/other "0 7" "$status $(grep -c -- '--dataset fashion-mnist' trained)"
+    line data/other_said '^The data set of cifar is not here, so all rungs train with Fashion-MNIST; data/get_data.sh '
+    echo fashion-mnist >lacks
+    rm trained
     ablation own_data --repeats 1 -- --dataset cifar10
     same data/own "0 7" "$status $(grep -c -- '--dataset cifar10' trained)"
 
@@ -205,6 +216,17 @@ test_lacks() {
     same emulated/csv "graph,--graph on,,,,,1,,,1" "$(grep ^graph virtual/ablation.csv | cut -d , -f 1-10)"
     holds emulated/no_speed "no seconds, no img/s" "$(cat "$out")" test -z "$(grep -E '[0-9] (s|img)' "$out")"
 }
+
+# The ladder that counts bytes has the rungs of the other one, but for what would be counted, too, or launches the same.
+test_bytes() {
+    make_cnn
+    ln -s cnn cnn-count
+    ablation counted --rungs "$configs/bytes.txt" --repeats 1 --model lenet -- --dataset synthetic
+    same bytes/program "0 6" "$status $(grep -l '"./cnn-count"' counted/*/run.json | wc -l)"
+    same bytes/rungs "$(rungs_in ablation | sed -E 's/ --(autotune|graph) [a-z]+//g; /^graph$/d')" \
+        "$(rungs_in bytes | sed 's/ --program [^ ]*//')"
+}
+rungs_in() { sed -nE 's/^gpu +//p' "$configs/$1.txt" | tr -s ' '; }
 
 test_refused() {
     make_cnn
@@ -339,6 +361,7 @@ test_real() {
 test_ladder
 test_resumed
 test_lacks
+test_bytes
 test_refused
 test_plot
 test_configs

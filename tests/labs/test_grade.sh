@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests labs/grade with made-up submissions, good, wrong and hostile ones: each bad one is flagged, with place and
-# reason, and no good one; and what its sandbox keeps student code from. CNN=PATH: another binary. QUICK=1: all
-# submissions are examined, few are graded in full. Prints `pass grade/NAME`, `fail ...` or `skip ...`.
+# reason, and no good one; and what its sandbox keeps student code from. All submissions are examined; a third is graded
+# in full, others each day (LONG=1: all; QUICK=1: one). CNN=PATH: another binary.
+# Prints `pass grade/NAME`, `fail ...` or `skip ...`.
 suite=grade
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
@@ -18,12 +19,13 @@ mkdir -p "$made"/{bin,canary,given} && cp "$cnn" "$made/cnn" && cp -r "$repo/lab
 cp "$repo"/labs/grader/*.py "$made/tools"
 
 # ./cnn is compiled once, not for each student: this compiler copies it, and answers for the checker's long training.
+# The sandbox cannot reach those of tests/compile_once.sh.
 cat >"$made/bin/gcc" <<END
 #!/usr/bin/env bash
 case " \$* " in
 *" -o build/cnn.o "*) : >build/cnn.o ;;
 *" -o cnn "*) cp "$made/bin/cnn" cnn ;;
-*) exec $(command -v gcc) "\$@" ;;
+*) exec $(PATH=${UNCACHED:-$PATH} type -P gcc) "\$@" ;;
 esac
 END
 cat >"$made/bin/cnn" <<END

@@ -35,9 +35,9 @@ see() {
 by_hand='
 stride_1           read in 2 32.0 8 100|write out 2 32.0 8 100
 stride_2           read in 2 32.0 16 50|write out 2 32.0 8 100
-stride_32          read in 2 32.0 64 12|write out 2 32.0 8 100
+stride_32          read in 2 32.0 64 13|write out 2 32.0 8 100
 shifted            read in 2 32.0 10 80|write out 2 32.0 8 100
-broadcast          read in 2 32.0 2 12|write shared 2 32.0 2 0|read shared 2 32.0 2 0|write out 2 32.0 8 100
+broadcast          read in 2 32.0 2 13|write shared 2 32.0 2 0|read shared 2 32.0 2 0|write out 2 32.0 8 100
 fours              read in 2 32.0 32 100|write shared 2 32.0 8 0|read shared 2 32.0 8 0|write out 2 32.0 32 100
 halves             read in 2 32.0 4 100|write out 2 32.0 4 100
 transpose          read in 32 32.0 128 100|write tile 32 32.0 32 0|read tile 32 32.0 1024 992|write out 32 32.0 128 100
@@ -45,9 +45,9 @@ transpose_padded   read in 32 32.0 128 100|write tile 32 32.0 32 0|read tile 32 
 two_to_a_bank      read in 2 32.0 8 100|write shared 2 32.0 4 2|read shared 2 32.0 4 2|write out 2 32.0 8 100
 odd_lanes          read in 2 16.0 8 50|write out 2 16.0 8 50
 by_turns           read in 8 16.0 32 50|write out 2 32.0 8 100|flop 128
-ragged             read in 8 20.0 32 62|write out 2 32.0 8 100|flop 160
+ragged             read in 8 20.0 32 63|write out 2 32.0 8 100|flop 160
 scaled_sum         read x 2 32.0 8 100|read y 2 32.0 8 100|write out 2 32.0 8 100|flop 128
-all_add            atomic out 2 32.0 2 12
+all_add            atomic out 2 32.0 2 13
 reversed           read in 2 32.0 8 100|write shared 2 32.0 2 0|read shared 2 32.0 2 0|write out 2 32.0 8 100
 reversed_in_warp   read in 2 32.0 8 100|write shared 2 32.0 2 0|read shared 2 32.0 2 0|write out 2 32.0 8 100
 '
@@ -170,6 +170,28 @@ test_errors() {
     same errors/with "exit 1, see.py: error: --with: " "exit $status, $(cut -c 1-23 "$err")"
     make -s -C "$repo" see >"$out" 2>&1
     holds errors/no_kernel "which kernel?" "$(cat "$out")" grep -q 'expected the name of a kernel' "$out"
+    same errors/lab "make see: expected LAB=4, 5 or 6, or no LAB, found LAB=10" \
+        "$(make --no-print-directory -C "$repo" see LAB=10 KERNEL=mma_kernel 2>"$err")" # and nothing is compiled
+}
+
+# Two calls in one folder: neither reads the other's record. Both have written theirs before either goes on.
+test_two_at_once() {
+    local kernel calls=()
+    cat >recorder <<'END'
+#!/bin/sh
+echo "$CUEMU_SEE" >"$CUEMU_SEE_FILE"
+touch "$CUEMU_SEE.written"
+until [ -e first.written ] && [ -e second.written ]; do sleep 0.05; done
+END
+    # shellcheck disable=SC2016 # the variables are the script's
+    printf '#!/bin/sh\ncat "$2" >"$CUEMU_SEE.read"\n' >reader
+    chmod +x recorder reader
+    for kernel in first second; do
+        CUEMU_SEE=$kernel PYTHON=./reader PAGE=$kernel.html WITH='' "$repo/labs/tools/see_block.sh" recorder 5 &
+        calls+=($!)
+    done
+    wait "${calls[@]}"
+    same two/records "first second" "$(cat first.read second.read 2>&1 | xargs)"
 }
 
 # ---- The page
@@ -198,5 +220,6 @@ test_hazards
 test_ptx
 test_flop
 test_errors
+test_two_at_once
 test_page
 exit 0

@@ -364,7 +364,8 @@ plots() {
     fork_python "$out" "$err" "$repo/labs/tools/plot.py" "$dir"
     same "$name/status" "0 " "$status $(cat "$err")"
     holds "$name/no_failure" "no error among the reasons" "$(grep error "$out")" test ! -s <(grep error "$out")
-    for plot in study workers scaling loss run roofline confusion samples augment filters; do
+    for plot in study workers ablation bytes scaling loss accuracy precision run timeline roofline confusion samples \
+        augment filters; do
         case " $* " in *" $plot "*)
             holds "$name/$plot.png" "a picture" "$(wc -c <"$dir/plots/$plot.png")" \
                 is_png "$dir/plots/$plot.png"
@@ -440,6 +441,82 @@ END_OF_LAYERS
 END
     line plots_broken/column "^not drawn: roofline: .*layers.csv: .*gflops"
     line plots_broken/weights "^not drawn: filters: .*model.safetensors: "
+}
+
+# What the pictures of labs 6, 7 and 9 show, from numbers made up here
+test_pictures() {
+    has_plotter || return
+    local run
+    for run in fp32 bf16 fp16 tf32; do # tf32 has other images, as a rung of the ladder
+        make_run precisions/$run "emulated GPU" 1 50 1 8 50
+        sed -i "s/\"workers\": 1/\"precision\": \"$run\", &/" precisions/$run/run.json
+    done
+    sed -i 's/"limit-train": 1000/"limit-train": 4/' precisions/tf32/run.json
+    sed -Ei '1s/train_loss/&,train_accuracy/; 2s/^([^,]*,){6}/&,/; 3s/^([^,]*,){6}/&40,/' precisions/fp32/epochs.csv
+    printf 'epoch,step,images,loss\n1,%d,50,%s\n1,%d,50,%s\n' 1 2 2 1 >precisions/fp32/steps.csv
+    printf 'epoch,step,images,loss\n1,%d,50,%s\n1,%d,50,%s\n' 1 2.02 2 1.01 >precisions/bf16/steps.csv
+    printf 'epoch,step,images,loss\n1,%d,50,%s\n1,%d,50,%s\n' 1 2 2 0.995 >precisions/fp16/steps.csv
+    cp precisions/fp32/steps.csv precisions/tf32/
+    cat >precisions/fp32/trace.json <<'END'
+{"traceEvents": [
+ {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "train()"}},
+ {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "device"}},
+ {"ph": "M", "pid": 0, "tid": 2, "name": "thread_name", "args": {"name": "steps"}},
+ {"ph": "M", "pid": 1, "tid": 0, "name": "thread_name", "args": {"name": "another rank"}},
+ {"ph": "X", "pid": 1, "tid": 0, "name": "of another rank", "ts": 0, "dur": 90000},
+ {"ph": "X", "pid": 0, "tid": 0, "name": "forward(net)", "ts": 1000, "dur": 4000},
+ {"ph": "X", "pid": 0, "tid": 0, "name": "waits", "ts": 5000, "dur": 6000},
+ {"ph": "X", "pid": 0, "tid": 1, "name": "conv1 forward", "ts": 2000, "dur": 15000},
+ {"ph": "X", "pid": 0, "tid": 2, "name": "step 0", "ts": 1000, "dur": 10000},
+ {"ph": "X", "pid": 0, "tid": 2, "name": "step 1", "ts": 11000, "dur": 10000}]}
+END
+    counted precisions/fp32 3000000 1000000
+    counted precisions/bf16 1500000 0
+    cp -r up predicted
+    printf 'seconds,exposed_comm_s,warmup\n9,9,1\n0.02,0,0\n' | tee predicted/{1,e1}/steps.csv >/dev/null
+    printf 'seconds,exposed_comm_s,warmup\n0.03,0.002,0\n' | tee predicted/{2,4,2w,e2}/steps.csv >/dev/null
+    cat >pictures.py <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+import plot
+runs = plot.read_runs("precisions")
+
+def lines(axis):
+    return {line.get_label(): [round(float(y), 3) for y in line.get_ydata()] for line in axis.get_lines()}
+
+print(plot.draw_precision(runs).axes[0].get_ylabel(), lines(plot.draw_precision(runs).axes[0]))
+for axis in plot.draw_timeline(runs).axes:
+    print(*map(float, axis.get_xlim()), [label.get_text() for label in axis.get_yticklabels()], len(axis.collections),
+          [text.get_text() for text in axis.texts])
+for axis in plot.draw_bytes(runs).axes:
+    print([label.get_text() for label in axis.get_yticklabels()],
+          [round(float(bar.get_width()), 3) for bar in axis.patches], [text.get_text().strip() for text in axis.texts])
+print(*(list(lines(axis).values()) for axis in plot.draw_accuracy(runs[2:3]).axes))
+print(*(list(lines(axis).values()) for axis in plot.draw_accuracy(runs[:1]).axes))
+for axis in plot.draw_scaling(plot.read_runs("predicted")).axes:
+    print(lines(axis)["predicted from t_c and t_k"])
+END
+    same pictures/numbers "loss / loss in fp32 - 1, in % {'fp32': [0.0, 0.0], 'bf16': [1.0, 1.0], 'fp16': [0.0, -0.5]}
+0.0 20.0 ['train()', 'device', 'steps'] 5 ['forward', 'waits', 'conv1 forward', 'step 0', 'step 1']
+10.0 20.0 ['train()', 'device', 'steps'] 2 ['conv1 forward', 'step 1']
+['bf16', 'fp32'] [1.5, 3.0, 1.0, 2.0] ['2.5, x 1', '5, x 2']
+[] [5.0, 5.0] ['5', '5']
+[[nan, 40.0], [1.0, 50.0]]
+[[nan, nan], [1.0, 50.0]]
+[1.667, 2.857]
+[1.818]" "$("$plotter" pictures.py "$repo/labs/tools" 2>&1)"
+    plots pictures precisions bytes precision timeline
+}
+
+# counted DIR READ WRITTEN: what ./cnn-count prints at its end; the first kernel has read and written so many bytes
+counted() {
+    cat >"$1/output.txt" <<END
+epoch=1 images=1 seconds=7.017 (1) 2 (3) 4
+kernel                   launches global reads        (bytes)       writes        (bytes) shared reads        (bytes)
+add_kernel<float, true>         4         3254      ($2)         1627      ($3)            7           (70)
+set_kernel                      1            0            (0)          250      (1000000)            0            (0)
+peak_kernel                     1            0            (0)         2500     (10000000)            0            (0)
+END
 }
 
 # Runs that differ in --lr alone have a bar and a line for each value, in the order of the numbers; in two options, none.
@@ -573,6 +650,7 @@ test_hours
 test_launched
 test_names
 test_plots
+test_pictures
 test_figures
 test_make
 exit 0

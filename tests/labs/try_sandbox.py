@@ -46,6 +46,19 @@ int main(void) {
     }
     return (int)sleep(9);
 }' >memory.c && $CC memory.c -o memory && ./memory"""
+# Makes empty files in /tmp for ten seconds.
+EMPTY_FILES = r"""echo '#include <fcntl.h>
+#include <stdio.h>
+#include <time.h>
+#include <unistd.h>
+int main(void) {
+    char name[32];
+    for (time_t end = time(NULL) + 10; time(NULL) < end;) {
+        static int i;
+        snprintf(name, sizeof name, "/tmp/%d", i++);
+        close(open(name, O_CREAT | O_WRONLY, 0600));
+    }
+}' >files.c && $CC files.c -o files && ./files"""
 # What the weakest kind does not prevent, as labs/INSTRUCTOR.md says. It also shows that these attacks work.
 NOT_BY_LIMITS = {"writes_outside", "reads_another_file", "uses_the_network"}
 
@@ -140,6 +153,10 @@ def try_limits(verdict, kind, given, write):
     verdict(f"{kind}/memory", "stopped", done, "200 MB of memory" in done.stopped)
     done = attack(kind, HIDDEN_MEMORY, given, write)
     verdict(f"{kind}/hidden_memory", "stopped", done, "200 MB of memory" in done.stopped)
+    if kind == "bwrap":  # whose /tmp is memory
+        sandbox.MEMORY_MB = 100
+        done = attack(kind, EMPTY_FILES, given, write)
+        verdict(f"{kind}/empty_files", "stopped", done, "100 MB of memory" in done.stopped)
     sandbox.MEMORY_MB = before
     sandbox.FILE_MB, before = 1, sandbox.FILE_MB
     done = attack(kind, "head -c 3M /dev/zero >file; wc -c <file; rm file; yes | head -c 3M", given, write)

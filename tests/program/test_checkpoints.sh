@@ -535,6 +535,9 @@ test_diverged() {
     run "${options[@]}" --log-interval 1000
     holds diverged/names_the_row "the first row that is not finite" "exit $status, $(cat "$err")" grep -qP \
         '^cnn: error: epoch 1, step [23]: the loss is -?(nan|inf); the first output that is not finite is in row \d+ \((\w+: )?[a-z].*\); try a smaller --lr$' "$err"
+    run --model resnet8 --dataset synthetic --limit-train 8 --limit-test 8 --batch-size 8 --epochs 1 --lr 1e6
+    holds diverged/in_the_test "the step and both causes" "exit $status, $(cat "$err")" grep -qP \
+        "^cnn: error: after step 1 the test loss is -?(nan|inf); the weights .* --lr\. .* BatchNorm's running statistics" "$err"
     # The step that spoils the weights is the last one: no later loss can tell.
     run "${options[@]}" --max-steps 2 --out "$tmp/diverged_run"
     same diverged/in_the_last_step "exit 1, failed" \

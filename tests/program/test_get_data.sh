@@ -128,6 +128,13 @@ test_existing() {
     ln -s "$tmp/elsewhere" "$data/one/a.gz.part"
     get "$1" one
     same link "0 whole 7000" "$status $(left) $(stat -c %s "$tmp/elsewhere")"
+    rm -rf "$data" && mkdir -p "$data/one/a.gz.part"
+    get "$1" one
+    same folder_part "1 1" "$status $(grep -c "a.gz.part is a folder, remove it" "$out")"
+    rm -rf "$data" && mkdir -p "$data/one" "$data/cifar10/c.tar.gz.md5"
+    mkfifo "$data/one/a.gz.part"
+    get "$1" one cifar10
+    same pipe_part "1 2 1" "$status $(grep -c get "$out") $(grep -c "c.tar.gz.md5 is a folder, remove it" "$out")"
 }
 
 test_cifar() {

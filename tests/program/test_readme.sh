@@ -10,7 +10,7 @@
 set -u
 export LC_ALL=C
 unset SLURM_CPUS_PER_TASK MAKEFLAGS MAKELEVEL
-# One architecture: make test-all has compiled the kernels for all of them before.
+# One architecture, for which make test-all has compiled the kernels before: make repeats that when they change.
 export MAKEFLAGS=CUDA_ARCH=sm_80
 [ -z "${QUICK:-}" ] || MAKEFLAGS='NO_CUDA=1 OPT=-O0 EMU_OPT=-O1'
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
@@ -19,8 +19,10 @@ built=$(realpath -m "${CNN:-$repo/cnn}")
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 mkdir "$tmp/project"
-cp -r "$repo"/{.gitattributes,.gitignore,LICENSE,README.md,Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu,data,labs,slurm,tests} \
+cp -rp "$repo"/{.gitattributes,.gitignore,LICENSE,README.md,Makefile,cnn.c,cnn_kernels.c,cnn_kernels.cu,data,labs,slurm,tests} \
     "$tmp/project" && cd "$tmp/project" || exit 1
+mkdir build
+[ -n "${QUICK:-}" ] || cp -p "$repo"/build/{declarations,kernel_settings,cnn_kernels_sm_80.o} build 2>/dev/null
 out=$tmp/out err=$tmp/err
 mapfile -t pages < <(echo README.md; grep -oP '\]\(\Klabs/[^)#]+\.md' README.md | grep -v '^labs/lab[0-9]' | awk '!seen[$0]++')
 
@@ -80,8 +82,15 @@ takes_long() {
     esac
 }
 
-# quickly COMMAND: options to add under QUICK: five steps
-quickly() {
+# smaller COMMAND: options to add. A study of few images makes the same files as one of all; under QUICK, five steps.
+smaller() {
+    case $1 in
+        make\ study\ EPOCHS=*) echo " LIMIT=640 RUNS=runs/cifar-2-epochs" ;;
+        make\ study-scaling*) echo " LIMIT=640 RUNS=runs/scaling-cifar-2-epochs" ;;
+        make\ study-workers*) echo " LIMIT=640 RUNS=runs/workers-cifar-1-epochs-20000-images" ;;
+        'make ablation') echo " LIMIT=200" ;;
+        make\ ablation\ RUNGS=*) echo " LIMIT=16 REPEATS=2" ;;
+    esac
     [ -z "${QUICK:-}" ] || case $1 in
         *'--model gelu '* | *'--model strided '* | './cnn-emu --model cifar '*)
             echo " --limit-train 40 --limit-test 8 --batch-size 8"
@@ -97,7 +106,7 @@ run_command() { # COMMAND
         ran=no
         return
     fi
-    eval "$1$(quickly "$1")" >"$out" 2>"$err" </dev/null
+    eval "$1$(smaller "$1")" >"$out" 2>"$err" </dev/null
     status=$? ran=yes
     case $1 in # as the page says: something is left to do
         make\ verify*) expected=2 ;;

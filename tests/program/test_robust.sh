@@ -166,6 +166,12 @@ test_limits() {
         done
     done
     same descriptors "" "$wrong"
+    if [ -z "${SANITIZED:-}" ]; then # their shadow memory is larger than the limit
+        (exec >"$out" 2>"$err" && ulimit -s 1000000 -v 900000 && exec "$cnn" "${small[@]}" --threads 1)
+        status=$?
+        same threads "1, cnn: error: cannot start a loader worker: Resource temporarily unavailable; ulimit -u limits \
+threads, and ulimit -v their memory" "$status, $(cat "$err")"
+    fi
     run "${small[@]}" --layers
     holds layers/planned "more than 134 MB of buffers" "$(grep '^Memory in MB' "$out")" \
         at_least "$(grep -oP ' buffers \K[0-9.]+' "$out")" 134
@@ -206,6 +212,19 @@ test_folders() {
     same checkpoint/after_a_killed_one "0 signals.checkpoint" "$status $(cd "$tmp" && echo signals.checkpoint*)"
     run "${small[@]}" --out "$tmp/signals"
     same folders/after_a_killed_one "0 stopped" "$status $(status_of "$tmp/signals")"
+    # A run that has waited for another one holds the lock, although the other one has removed the file.
+    local first long
+    long=(--model cifar --dataset synthetic --threads 1 --limit-train 2000 --limit-test 10 --epochs 10000)
+    starts "${long[@]}" --checkpoint "$tmp/signals.checkpoint"
+    first=$pid
+    nice -n 19 "$cnn" "${long[@]}" --checkpoint "$tmp/signals.checkpoint" >"$tmp/waits" 2>&1 </dev/null &
+    pid=$!
+    sleep 1.5 # it waits for 5 seconds
+    kill "$first" && wait "$first"
+    until_true 20 grep -q '^Train Epoch' "$tmp/waits"
+    refused checkpoint/held_by_the_second 1 "another run" "${small[@]}" --checkpoint "$tmp/signals.checkpoint"
+    kill -9 "$pid"
+    wait "$pid" 2>/dev/null
     # srun without MPI starts copies
     local plain number
     run "${small[@]}"

@@ -420,8 +420,9 @@ struct Parser {
         variables();
         reserve(WARP * 8); // at 0, for what is ignored
         body();
-        if (k.code.empty() || k.code.back().kind != RETURN || k.code.back().guard >= 0)
-            refuse("the kernel does not end with ret");
+        const Kind last = k.code.empty() ? PLAIN : k.code.back().kind;
+        if ((last != RETURN && last != BRANCH) || k.code.back().guard >= 0)
+            refuse("the kernel does not end with ret, or a branch back");
         for (const auto &b : branches) {
             const auto found = labels.find(b.second);
             if (found == labels.end())

@@ -81,8 +81,7 @@ bug mma_b_swapped bf16 tiny '^fail' '{%8,%9}, {%0,%1,%2,%3};"' '{%9,%8}, {%0,%1,
 bug mma_a_swapped bf16 tiny '^fail' '{%4,%5,%6,%7}' '{%4,%6,%5,%7}'
 bug ldmatrix_row bf16 tiny '^fail|never written' 'lane / 16 * 8 + lane % 8;' 'lane / 16 * 8 + lane % 4;'
 bug ldmatrix_swapped bf16 tiny '^fail' '{%0,%1,%2,%3}, [%4];"' '{%0,%2,%1,%3}, [%4];"'
-bug ldmatrix_not_transposed bf16 tiny '^fail' 'ldmatrix_transposed, true, ".trans")' \
-    'ldmatrix_transposed, true, "")'
+bug ldmatrix_not_transposed bf16 tiny '^fail' 'x4.trans.shared.b16' 'x4.shared.b16'
 bug copy_misaligned bf16 tiny misaligned 'global [%0], [%1], 16' 'global [%0+8], [%1], 16'
 bug copy_without_zeros bf16 tiny '^fail' '"l"(from), "r"(valid ? 16 : 0)' '"l"(from), "r"(16)'
 bug no_wait bf16 tiny 'no wait_group' 'cp_async_wait<STAGES - 2>(); // this' '// this'
@@ -98,11 +97,11 @@ bug no_barrier_in_sums tiled tiny 'race in shared|never written' '= kinds[j].b;
     }
     __syncthreads();' '= kinds[j].b;
     }'
-bug misaligned_float4 tiled tiny 'misaligned|never written' '(tile + along * PITCH + this->across);' \
-    '(tile + along * PITCH + this->across + 1);'
+bug misaligned_float4 tiled tiny 'misaligned|never written' '(tile + outer * PITCH + walk.inner);' \
+    '(tile + outer * PITCH + walk.inner + 1);'
 bug misaligned_pitch tiled tiny misaligned 'PITCH = LINES + 4 };' 'PITCH = LINES + 2 };'
-bug beyond_the_end tiled "all relu" allocation 'chunk = *(const Chunk<T> *)((const T *)from + i);' \
-    'chunk = *(const Chunk<T> *)((const T *)from + i + 1024 * 1024);'
+bug beyond_the_end tiled "all relu" allocation 'chunk = *(const Chunk<T, N> *)((const T *)from + i);' \
+    'chunk = *(const Chunk<T, N> *)((const T *)from + i + 1024 * 1024);'
 bug return_before_barrier tiled tiny 'have ended|has ended' \
     '    KIND kinds[N];' \
     '    if (first + threadIdx.x * N >= channels) return;
@@ -121,9 +120,9 @@ bug argument_type naive tiny 'allocation|^fail' \
     void *args[] = {&w.out, &w.bias, &count, &channels};
     const dim3 blocks(ceil_div(count, THREADS));
     CHECK(cudaLaunchKernel((const void *)bias_kernel, blocks, dim3(THREADS), args, 0, stream()));'
-bug unwritten_shared_memory tiled tiny 'never written' 'for (int i = 0; i < COUNT; i++) {
-            const int along' 'for (int i = 0; i < COUNT - 1; i++) {
-            const int along'
+bug unwritten_shared_memory tiled tiny 'never written' 'for (int i = 0; i < Chunks::COUNT; i++) {
+            const int outer' 'for (int i = 0; i < Chunks::COUNT - 1; i++) {
+            const int outer'
 bug two_threads_write naive "all relu" 'race in global' '    unsigned i = element();
     if (i < count)
         out[i] = in[i] < 0 ? 0 : in[i];' '    unsigned i = min(element(), count - 1);

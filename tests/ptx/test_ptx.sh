@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs what nvcc compiled, instruction by instruction, on the CPU (see ptx.h): the layouts of mma and ldmatrix, each
 # kernel against its definition, training steps of each kind of kernels against the CPU, with and without graphs.
-# QUICK=1: for sm_80, fewer shapes, one model; else also, by turns of days, for sm_75 or sm_90, all shapes of one kind
-# of kernels, and another model. LONG=1: all of these. planted.sh plants bugs.
+# QUICK=1: for sm_80, by turns of days one kind of kernels, and one model; else all kinds, and by turns of days sm_75 or
+# sm_90, all shapes of one kind of kernels, and another model. LONG=1: all of these. planted.sh plants bugs.
 # Prints `pass ptx/NAME`, `fail ptx/NAME: expected ..., found ...` or `skip ptx/NAME: why`.
 suite=ptx
 : "${CNN:=$(type -P true)}" # not run here
@@ -34,16 +34,20 @@ checked() {
         "exit $status, $(grep -m 1 -A 2 -E '^ptx:|^cnn: error' "$err" || echo no report)"
 }
 
+kernels_of_cnn=(naive tiled tf32 fp16 bf16)
+
 test_kernels() {
-    checked kernels env QUICK=1 "$programs/test_cuda" all
+    local kind=''
+    [ -z "${QUICK:-}" ] || kind=${kernels_of_cnn[$(($(day) % 5))]}
+    checked "kernels${kind:+/$kind}" env QUICK=1 "$programs/test_cuda" all '' "$kind"
     checked lazy env QUICK=1 PTX_LAZY=1 PTX_ORDER=1 "$programs/test_cuda" tiny
 }
 
 # Every shape, of one of the kinds of kernels, another one each day
 test_shapes() {
     local kernels i=0
-    for kernels in naive tiled fp16 bf16 tf32; do
-        share $((i++)) 5 && checked "shapes/$kernels" env QUICK= "$programs/test_cuda" all '' $kernels
+    for kernels in "${kernels_of_cnn[@]}"; do
+        share $((i++)) 5 && checked "shapes/$kernels" env QUICK= "$programs/test_cuda" all '' "$kernels"
     done
 }
 

@@ -50,18 +50,18 @@ static void setup_parity(Run *run, char **argv) {
     parse_arguments(run, argv);
     Net *net = &run->net;
     const Settings *s = &run->settings;
-    run->info = (DatasetInfo){.name = "batches", .classes = number(argv, CLASS_COUNT)};
-    run->info.shape = (Shape){number(argv, H), number(argv, W), number(argv, C)};
-    net_build(net, run->model, &run->info, s, choose_kernels(s, false));
-    for (size_t i = 0; i < net->count; i++)
+    run->dataset_info = (DatasetInfo){.name = "batches", .classes = number(argv, CLASS_COUNT)};
+    run->dataset_info.shape = (Shape){number(argv, H), number(argv, W), number(argv, C)};
+    net_build(net, run->model, &run->dataset_info, s, choose_kernels(s, false));
+    for (size_t i = 0; i < net->layer_count; i++)
         net->layers[i].p = 0; // dropout
     plan_net(net, s->batch_size);
     net_alloc(net);
     init_weights(net, s->seed);
     run->plan.device = net->device;
-    memory_plan_add(&run->plan, &run->state,
-                    count_states(s->optimizer, s) * net->param_size * sizeof(real), DEVICE,
-                    FOR_OPTIMIZER);
+    memory_plan_add(&run->plan, &run->optimizer_state,
+                    count_states(&optimizers[s->optimizer], s) * net->param_size * sizeof(real),
+                    DEVICE, FOR_OPTIMIZER);
     memory_plan_alloc(&run->plan);
 }
 
@@ -84,7 +84,7 @@ int main(int argc, char **argv) {
     setup_parity(&run, argv);
     Net *net = &run.net;
     const Settings *s = &run.settings;
-    size_t pixels = shape_size(run.info.shape);
+    size_t pixels = shape_size(run.dataset_info.shape);
     Batch batch = {.n = s->batch_size};
     batch.images = must_alloc(batch.n * pixels * sizeof(real), "a batch");
     batch.labels = must_alloc(batch.n, "a batch");
@@ -103,7 +103,7 @@ int main(int argc, char **argv) {
         forward(net, batch.n, &net->step->key);
         printf("loss %.17g\n", loss_and_gradient(net, batch.n).mean);
         backward(net, batch.n);
-        optimizer_step(net, run.state);
+        optimizer_step(net, run.optimizer_state);
     }
     fclose(f);
     save_tensors(net, NULL, NULL, "", argv[OUT]);

@@ -167,7 +167,7 @@ static Run run;
 static char checkpoint[PATH_SIZE];
 
 static size_t build_small(Net *net, size_t x) {
-    x = batchnorm2d(net, conv2d_with_bias(net, x, 2, 1, 1, 0, false));
+    x = batchnorm2d(net, conv2d_bias(net, x, 2, 1, 1, 0, false));
     return log_softmax(net, linear(net, x, net->classes));
 }
 static const Model small_model = {.name = "small", .build = build_small};
@@ -195,7 +195,7 @@ static void start_run(void) {
     plan_net(&run.net, 1);
     net_alloc(&run.net);
     init_weights(&run.net, 1);
-    run.state = must_alloc(2 * run.net.param_size * sizeof(real), "the optimizer");
+    run.optimizer_state = must_alloc(2 * run.net.param_size * sizeof(real), "the optimizer");
     run.recorder.steps = must_alloc(sizeof *run.recorder.steps, "a step");
     file_path(checkpoint, 0);
     run.settings.checkpoint = checkpoint;
@@ -300,7 +300,7 @@ static void seed_earlier_checkpoint(const char *path) {
     const char *after = strstr(metadata, "warmup-epochs=");
     snprintf(earlier, sizeof earlier, "%.*smilestones=\n%s", (int)(after - metadata), metadata,
              after);
-    save_tensors(&run.net, &optimizers[SGD], run.state, earlier, path);
+    save_tensors(&run.net, &optimizers[SGD], run.optimizer_state, earlier, path);
 }
 
 // What cnn itself writes, as a checkpoint and as weights alone.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What cppcheck, clang-tidy and gcc -fanalyzer find in cnn.c and cnn_kernels.c, which cnn.c includes. First
-# each has to find a bug that is planted. QUICK=1: without the two that follow every path, which take a
-# minute. Prints `pass static/NAME`, `fail static/NAME: expected ..., found ...` or `skip static/NAME: why`.
+# each has to find a bug that is planted. Of the two that follow every path, which take minutes, one each day (LONG=1:
+# both). QUICK=1: neither.
+# Prints `pass static/NAME`, `fail static/NAME: expected ..., found ...` or `skip static/NAME: why`.
 suite=static
 : "${CNN:=$(type -P true)}" # not run here
 # shellcheck source=tests/lib.sh
@@ -15,12 +16,12 @@ invalidPointerCast|(real *)|an arena is bytes; each tensor in it is aligned for 
 invalidFunctionArg|log((double)sum)|the sum has the summand exp(0) = 1 of the largest logit
 compareBoolExpressionWithInt|i <= out|output 0 always, output 1 if there is a run folder
 uninitvar|alloc[p->arenas|an array of functions with an initial value
-uninitvar|owner[i]|set by the loop before, for the same rows
+uninitvar|same_memory_as[i]|set by the loop before, for the same rows
 legacyUninitvar|read_exactly(f, skipped|read_exactly() writes to it and reads nothing there
 ctuuninitvar|f->|atomic_open() sets all of f
 core.UndefinedBinaryOperatorResult|hash ^|the bytes of an array of size_t without padding
 core.NullDereference|w.key|a dropout keeps all in a test, before it draws; only training draws
-core.uninitialized.Assign|owner[i]|each row is behind the row that it reads, so it has been set
+core.uninitialized.Assign|same_memory_as[i]|each row is behind the row that it reads, so it has been set
 core.CallAndMessage|fmaf(weights|blur_weights() fills all of them; the tool loses count of the loop
 bugprone-sizeof-expression|LENGTH(|the length of an array of pointers
 bugprone-integer-division|/ s|whole steps, epochs or rows are meant
@@ -92,7 +93,7 @@ END
 checked cppcheck cppcheck cppcheck_of
 checked clang_tidy clang-tidy tidy_of
 if [ -z "${QUICK:-}" ]; then
-    checked clang_tidy/paths clang-tidy paths_of
-    checked gcc_analyzer gcc analyzer_of
+    ! share 1 2 || checked clang_tidy/paths clang-tidy paths_of
+    ! share 0 2 || checked gcc_analyzer gcc analyzer_of
 fi
 exit 0

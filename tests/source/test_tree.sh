@@ -33,7 +33,7 @@ tests/cluster     *.h *.sh
 tests/emulator    *.cu *.h *.sed *.sh
 tests/gpu         *.c *.cu *.py *.sh
 tests/gpu/results *.md
-tests/labs        *.cu *.py *.sh
+tests/labs        *.c *.cu *.py *.sh
 tests/labs/wrong  *.awk *.txt
 tests/program     *.sh
 tests/ptx         *.cpp *.h *.sh

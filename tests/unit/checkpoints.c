@@ -81,7 +81,7 @@ static void save_or_load(Net *net, const Optimizer *o, real *state, char *metada
 // The parameters among the numbers of an arena; what lies between tensors is no part of a file.
 static void compare_parameters(const char *name, const Net *net, const real *got,
                                const real *want) {
-    for (size_t i = 0; i < net->count; i++) {
+    for (size_t i = 0; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         check_tensor(name, got + l->weight_offset, want + l->weight_offset, NULL, l->weight_count);
         check_tensor(name, got + l->bias_offset, want + l->bias_offset, NULL, l->bias_count);
@@ -94,7 +94,7 @@ static void compare_loaded(const Net *got, const Net *want, const real *got_stat
     for (size_t i = 0; i < states; i++)
         compare_parameters("optimizer", want, got_state + i * want->param_size,
                            want_state + i * want->param_size);
-    for (size_t i = 0; i < want->count; i++) {
+    for (size_t i = 0; i < want->layer_count; i++) {
         const Layer *l = &want->layers[i];
         size_t count = l->kind == BATCHNORM2D ? 2 * l->out.c : 0;
         check_tensor("running statistics", got->stats + got->row_plans[i].stats,
@@ -109,7 +109,7 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
     Settings settings = plain;
     settings.momentum = momentum;
     settings.optimizer = (OptimizerChoice)(o - optimizers);
-    size_t states = count_states(settings.optimizer, &settings);
+    size_t states = count_states(&optimizers[settings.optimizer], &settings);
     char metadata[METADATA_SIZE] = "format=pt\nepoch=3\nbatch=17\nmodel=x y\n";
     const char *want = "format=pt\nepoch=3\nbatch=17\nmodel=x y\ncnn.version=3\n"
                        "cnn.checksum=fnv1a64:";
@@ -139,7 +139,7 @@ static void test_round_trip(const char *model, const Optimizer *o, double moment
 
 // Files for this network are small enough to be spoiled in every way.
 static size_t build_spoiled(Net *net, size_t x) {
-    x = batchnorm2d(net, conv2d_with_bias(net, x, 2, 1, 1, 0, false));
+    x = batchnorm2d(net, conv2d_bias(net, x, 2, 1, 1, 0, false));
     return log_softmax(net, linear(net, x, net->classes));
 }
 static const Model spoiled_model = {.name = "spoiled", .build = build_spoiled};
@@ -160,17 +160,18 @@ typedef struct File {
 
 static File good_file(void) {
     File f = {.metadata = "{\"format\":\"pt\"}"};
-    Tensor *list = list_tensors(&spoiled_net, NULL, NULL, TO_FILE, &f.count);
-    qsort(list, f.count, sizeof *list, compare_names);
+    TensorList list = list_tensors(&spoiled_net, NULL, NULL, TO_FILE);
+    qsort(list.tensors, list.count, sizeof *list.tensors, compare_names);
+    f.count = list.count;
     for (size_t i = 0; i < f.count; i++) {
         Entry *e = &f.entries[i];
-        snprintf(e->name, sizeof e->name, "%.39s", list[i].name);
-        snprintf(e->dtype, sizeof e->dtype, "%s", list[i].dtype);
-        snprintf(e->shape, sizeof e->shape, "%s", list[i].shape);
+        snprintf(e->name, sizeof e->name, "%.39s", list.tensors[i].name);
+        snprintf(e->dtype, sizeof e->dtype, "%s", list.tensors[i].dtype);
+        snprintf(e->shape, sizeof e->shape, "%s", list.tensors[i].shape);
         e->begin = f.data_bytes;
-        e->end = f.data_bytes = e->begin + list[i].bytes;
+        e->end = f.data_bytes = e->begin + list.tensors[i].bytes;
     }
-    free(list);
+    free(list.tensors);
     return f;
 }
 

@@ -112,7 +112,7 @@ static void update_with_nan(void) {
 
 // Before the update, at the log interval: the loss may still be finite then.
 static void test_unfinite_gradient(void) {
-    for (size_t i = 1; i < spoiled_net.count; i++) {
+    for (size_t i = 1; i < spoiled_net.layer_count; i++) {
         const Layer *l = &spoiled_net.layers[i];
         char words[128];
         for (size_t k = 0; k < 2; k++) {

@@ -64,6 +64,30 @@ static void test_cifar_files(void) {
     verdict("CIFAR's files: labels, order of the bytes, limit");
 }
 
+// Records of any size can be skipped. The first byte of each is its number.
+static void test_large_records(void) {
+    enum { RECORDS = 3, BYTES = 100000 };
+    char dir[PATH_SIZE], path[PATH_SIZE];
+    DataFile f;
+    temporary_name(dir);
+    if (!mkdtemp(dir))
+        fail("cannot create %s", dir);
+    join_path(path, dir, "records");
+    FILE *written = fopen(path, "wb");
+    for (size_t i = 0; written && i < RECORDS * BYTES; i++)
+        fputc((int)(i / BYTES), written);
+    if (!written || fclose(written) != 0)
+        fail("cannot write %s", path);
+    data_open(&f, dir, "records", "test");
+    uint8_t *records = read_records(&f, 0, BYTES, RECORDS, 2);
+    if (records[0] != 0 || records[BYTES] != 1)
+        fail("records 0 and 1 begin with %u and %u", records[0], records[BYTES]);
+    free(records);
+    unlink(path);
+    rmdir(dir);
+    verdict("large records: two are kept, one is skipped");
+}
+
 /* ---- Synthetic images ------------------------------------------------------------------------ */
 
 /* Every class is drawn as often as the others, and has a glyph: in the middle of its images the
@@ -606,6 +630,7 @@ static void test_augmentation(void) {
 
 static void test_data(void) {
     test_cifar_files();
+    test_large_records();
     test_synthetic_classes();
     test_synthetic_noise();
     test_synthetic_pixels();

@@ -101,7 +101,7 @@ static void build_golden_net(Net *net, const GoldenNet *g, const Kernels *k) {
     Model model = {.name = g->name, .build = g->build};
     DatasetInfo info = {.name = "golden", .shape = g->images, .classes = GOLDEN_CLASSES};
     net_build(net, &model, &info, &plain, k);
-    for (size_t i = 0; i < net->count; i++)
+    for (size_t i = 0; i < net->layer_count; i++)
         if (net->layers[i].kind == DROPOUT)
             net->layers[i].p = 0;
     plan_net(net, g->batch);
@@ -156,9 +156,10 @@ static void set_golden_parameters(Net *net, const Golden *g, const Tensor *list,
    is up to 5e-6), and the two largest 5e-6 apart. */
 static double golden_tolerance(const Net *net, size_t n) {
     double roundings = 0;
-    for (size_t i = 1; i < net->count; i++) {
+    for (size_t i = 1; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
-        double taps = (double)(l->kernel * l->kernel), pixels = (double)(n * l->out.h * l->out.w);
+        double taps = (double)(l->kernel_size * l->kernel_size),
+               pixels = (double)(n * l->out.h * l->out.w);
         if (l->kind == CONV2D || l->kind == LINEAR)
             roundings += sqrt(taps * (double)l->in.c) + sqrt(taps * (double)l->out.c);
         if (l->weight_count)
@@ -240,13 +241,13 @@ static void compare_tensors(Net *net, const Golden *g, const char *keyword, cons
 }
 
 static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
-    size_t n = which->batch, parameters, gradients;
-    Tensor *list = list_tensors(net, NULL, NULL, TO_FILE, &parameters);
-    Tensor *grads = must_alloc(parameters * sizeof *grads, "a test");
-    gradients = (size_t)(list_parameters(net, grads, "", net->grads) - grads);
+    size_t n = which->batch;
+    TensorList list = list_tensors(net, NULL, NULL, TO_FILE);
+    TensorList grads = {.tensors = must_alloc(list.count * sizeof(Tensor), "a test")};
+    list_parameters(&grads, net, "", net->grads);
     double tolerance = golden_tolerance(net, n);
     RandomKey key = {.seed = 1, .epoch = 1, .stride = 1};
-    set_golden_parameters(net, g, list, parameters);
+    set_golden_parameters(net, g, list.tensors, list.count);
     fill_stream(output(net, 0), n * shape_size(which->images), IMAGE_STREAM);
     fill_labels(net->labels, n);
     forward(net, n, &key);
@@ -254,12 +255,12 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     compare_numbers(g, "logp", output(net, last_row(net)), tolerance);
     compare_numbers(g, "loss", &loss, tolerance);
     backward(net, n);
-    compare_tensors(net, g, "grad", grads, gradients, tolerance);
-    compare_tensors(net, g, "stat", list, parameters, tolerance);
+    compare_tensors(net, g, "grad", grads.tensors, grads.count, tolerance);
+    compare_tensors(net, g, "stat", list.tensors, list.count, tolerance);
     forward(net, n, NULL);
     compare_numbers(g, "eval", output(net, last_row(net)), tolerance);
-    free(list);
-    free(grads);
+    free(list.tensors);
+    free(grads.tensors);
 }
 
 static void test_golden_net(const GoldenNet *which, const Kernels *k) {

@@ -74,7 +74,7 @@ static void check_gradient(Net *net, const char *name, size_t offset, size_t cou
 static void check_gradients(Net *net, const char *what, size_t samples, Checked *checked) {
     load_random(net);
     find_gradients(net);
-    for (size_t i = 1; i < net->count; i++) {
+    for (size_t i = 1; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         char name[128];
         snprintf(name, sizeof name, "%s: grad of %s.weight", what, l->name);

@@ -46,7 +46,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     forward(&net, 2, &any_key);
     loss_and_gradient(&net, 2);
     backward(&net, 2);
-    for (size_t i = 1; i < net.count; i++) {
+    for (size_t i = 1; i < net.layer_count; i++) {
         const bool fused = net.row_plans[i].mode == FUSED_INTO_EARLIER;
         rows += !fused;
         for (size_t way = 0; way < 2; way++)
@@ -67,12 +67,12 @@ static void test_start_of_epoch(void) {
     run.kernels = &naive_kernels;
     run.device = run.clock.device = &cpu_device;
     run.settings = (Settings){.lr = .1, .schedule = SCHEDULE_COSINE, .epochs = 2, .trace = ""};
-    run.comm = (Comm){.dp = true, .rank = 1}; // without a loader
+    run.comm = (Communicator){.dp = true, .rank = 1}; // without a loader
     run.recorder.steps = steps;
     run.recorder.steps_capacity = 2;
     run.epoch_steps = run.epoch = 1;
-    steps[1].parts[LOAD] = 1;
-    clock_line(&run.clock, 1, &steps[0].parts[OTHER], "the end of an epoch");
+    steps[1].phases[LOAD] = 1;
+    clock_line(&run.clock, 1, &steps[0].phases[OTHER], "the end of an epoch");
     clock_stop(&run.clock);
     start_epoch(&run);
     for (size_t i = 0; i < 2; i++)

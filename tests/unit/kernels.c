@@ -58,7 +58,7 @@ static void to_bound(Array *sums, size_t terms) {
 
 static void compare_results(const Results *got, const Results *want, Results *bound, const Layer *l,
                             size_t n) {
-    size_t taps = l->kernel * l->kernel, pixels = n * l->out.h * l->out.w;
+    size_t taps = l->kernel_size * l->kernel_size, pixels = n * l->out.h * l->out.w;
     const char *names[4] = {"out", "din", "dweight", "dbias"};
     size_t terms[4] = {taps * l->in.c + 1, taps * l->out.c + 1, pixels, pixels};
     const Array *g = (const Array *)got, *w = (const Array *)want;
@@ -130,8 +130,8 @@ static Layer draw_conv(Net *net, size_t *n) {
                 : draw_bits() % 3 ? draw_size(1, 70)
                                   : draw_size(1, 8)};
     start_net(net, in);
-    conv2d_with_bias(net, 0, draw_bits() % 3 ? draw_size(1, 70) : draw_size(1, 140), kernel, stride,
-                     padding, draw_bits() % 3 > 0);
+    conv2d_bias(net, 0, draw_bits() % 3 ? draw_size(1, 70) : draw_size(1, 140), kernel, stride,
+                padding, draw_bits() % 3 > 0);
     *n = draw_size(1, 9);
     return net->layers[1];
 }
@@ -167,8 +167,8 @@ static void test_fast_resnet_conv(void) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (size_t variant = 0; variant < 4; variant++) {
             start_net(&net, shapes[i].in);
-            conv2d_with_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
-                             shapes[i].padding, variant & 1);
+            conv2d_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
+                        shapes[i].padding, variant & 1);
             compare_layer(net.layers[1], false, 5, variant & 2);
         }
     verdict("fast conv2d of residual networks against its definition");
@@ -196,8 +196,8 @@ static void test_winograd(size_t kernel) {
             columns = max_size(DU_COLUMNS, 2 * num_threads * COLUMNS) + draw_size(1, 20);
         }
         start_net(&net, in);
-        conv2d_with_bias(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1),
-                         (shape + shape / 10) % 3 > 0);
+        conv2d_bias(&net, 0, columns, kernel, 1, draw_size(0, kernel - 1),
+                    (shape + shape / 10) % 3 > 0);
         Pass forward = forward_pass(&net.layers[1], false, NULL);
         forward.n = n;
         taken[0] += forward.tile > 0;
@@ -218,7 +218,7 @@ static void test_winograd(size_t kernel) {
                  i % 2 ? "at once" : "in chunks");
     for (size_t over = 0; over < 2; over++) { // what lies outside of an image is MAX_DEPTH zeros
         start_net(&net, (Shape){8, 9, MAX_DEPTH + over * LANES});
-        conv2d_with_bias(&net, 0, LANES, kernel, 1, 1, false);
+        conv2d_bias(&net, 0, LANES, kernel, 1, 1, false);
         if ((forward_pass(&net.layers[1], false, NULL).tile > 0) != (over == 0))
             fail("%zu channels: wrongly taken, or not", MAX_DEPTH + over * LANES);
     }
@@ -237,7 +237,7 @@ static double rms_error(const Array *got, const double *want) {
 // out, din and dweight of a convolution without bias, in double; all three begin as zeros.
 static void convolve_in_double(const Layer *l, size_t n, const Inputs *x, double *out, double *din,
                                double *dweight) {
-    const size_t pixels = l->out.h * l->out.w, taps = l->kernel * l->kernel;
+    const size_t pixels = l->out.h * l->out.w, taps = l->kernel_size * l->kernel_size;
     for (size_t i = 0; i < n * pixels * taps; i++) {
         size_t tap = i % taps, pixel = i / taps % pixels, image = i / taps / pixels;
         ptrdiff_t from = input_pixel(l, pixel / l->out.w, pixel % l->out.w, tap);
@@ -261,7 +261,7 @@ static void test_winograd_rounding(void) {
     for (size_t i = 0; i < (quick ? 4 : 8); i++) {
         const size_t n = 2, channels = (size_t)32 << i / 2, kernel = 3 + i % 2 * 2;
         start_net(&net, (Shape){12, 12, channels});
-        conv2d_with_bias(&net, 0, 64, kernel, 1, 1, false);
+        conv2d_bias(&net, 0, 64, kernel, 1, 1, false);
         Layer *l = &net.layers[1];
         Inputs x = {random_array(n * shape_size(l->in)),
                     random_array(l->weight_count),
@@ -316,7 +316,7 @@ static void test_few_pixels(void) {
         for (size_t variant = 0; variant < 4; variant++) {
             size_t n = draw_size(1, 8);
             start_net(&net, (Shape){shapes[i].side, shapes[i].side, shapes[i].channels});
-            conv2d_with_bias(&net, 0, shapes[i].columns, shapes[i].kernel, 1, 0, variant != 1);
+            conv2d_bias(&net, 0, shapes[i].columns, shapes[i].kernel, 1, 0, variant != 1);
             Pass p[2] = {forward_pass(&net.layers[1], false, NULL),
                          backward_pass(&net.layers[1], NULL, false)};
             for (size_t way = 0; way < 2; way++)
@@ -432,7 +432,37 @@ static void drop_some(Array *dout) {
         dout->at[i] = draw_bits() % 3 ? dout->at[i] : 0;
 }
 
-// conv2d, ReLU and max-pool in one have the bits of the three.
+/* Where few channels are computed by planes, sums are in another order than the register tile's.
+   They equal the definition's up to rounding, and so does the chosen pixel of each window. */
+static void compare_planes(const Net *net, size_t n, const Inputs *x, const Array *got,
+                           const uint8_t *argmax) {
+    const Work w = conv_work(net, n, x);
+    const Layer *l = w.l, *pool = w.fused.pool;
+    const Shape I = pool->in, O = pool->out;
+    Inputs a = {.in = absolute(&x->in), .weight = absolute(&x->weight), .bias = absolute(&x->bias)};
+    Pooled want = pooled_forward(net, n, x), bound = pooled_forward(net, n, &a);
+    Array chosen = array(got->count, guard_value);
+    for (size_t i = 0; i < got->count; i++) {
+        const size_t k = i % O.c, column = i / O.c % O.w, row = i / O.c / O.w;
+        const size_t y = row % O.h * pool->stride + argmax[i] / 2;
+        const size_t pixel = (row / O.h * I.h + y) * I.w + column * pool->stride + argmax[i] % 2;
+        if (argmax[i] >= WINDOW_PIXELS)
+            fail("a window of four pixels has its maximum at pixel %d", argmax[i]);
+        else
+            chosen.at[i] = want.out.at[pixel * O.c + k];
+    }
+    to_bound(&bound.pooled, l->kernel_size * l->kernel_size * l->in.c + 1);
+    check_tensor("pooled", got->at, want.pooled.at, bound.pooled.at, got->count);
+    check_tensor("chosen", chosen.at, want.pooled.at, bound.pooled.at, got->count);
+    free_arrays(&a, 3 * sizeof(Array));
+    free_arrays(&want, 2 * sizeof(Array));
+    free_arrays(&bound, 2 * sizeof(Array));
+    free(want.argmax);
+    free(bound.argmax);
+    free(chosen.base);
+}
+
+// conv2d, ReLU and max-pool in one have the bits of the three, unless they are computed by planes.
 static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
     const Layer *l = &net->layers[1];
     Work w = conv_work(net, n, x);
@@ -450,8 +480,10 @@ static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
     check_guards("scratch", &scratch);
     check_guards("the max-pool's output", &got);
     forward_apart(&fast_kernels, w, out.at, want.at, argmax[1]);
-    if (memcmp(got.at, want.at, count * sizeof(real)) != 0 ||
-        memcmp(argmax[0], argmax[1], count) != 0) {
+    if (suits_planes(l, w.fused.pool)) {
+        compare_planes(net, n, x, &got, argmax[0]);
+    } else if (memcmp(got.at, want.at, count * sizeof(real)) != 0 ||
+               memcmp(argmax[0], argmax[1], count) != 0) {
         fail("conv2d, ReLU and max-pool in one give other bits than one after the other");
         describe_failure(l, &w.fused, n, false);
     }
@@ -500,23 +532,35 @@ static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) 
 
 static void test_pooled(void) {
     static Net net;
+    int by_planes = 0, pairs[2] = {0}; // 3 x 3, 5 x 5
     for (int shape = 0; shape < (quick ? 40 : 200); shape++) {
-        const bool winograd = shape % 8 == 0, many = shape % 10 == 7; // slices of several images
-        size_t kernel = 3 + draw_bits() % 2 * 2, n = many ? draw_size(33, 70) : draw_size(1, 9);
+        const bool winograd = shape % 8 == 0, few = shape % 5 == 2;
+        const bool many = shape % 10 == 7; // slices of several images
+        size_t kernel = 3 + (few ? (size_t)shape / 5 : draw_bits()) % 2 * 2;
+        size_t n = many ? draw_size(33, 70) : draw_size(1, 9);
+        const size_t few_channels = shape % 20 < 10 ? LANES / 2 : FEW - 1;
         size_t least = winograd ? kernel + 7 : kernel + 1;
-        Shape in = {least + draw_size(0, 9), least + draw_size(0, 9),
-                    winograd ? max_size(LANES, FEW) : draw_size(1, many ? 5 : 40)};
+        Shape in = {least + draw_size(0, 9), least + draw_size(0, few ? 40 : 9),
+                    winograd ? max_size(LANES, FEW)
+                    : few    ? draw_size(1, few_channels)
+                             : draw_size(1, 40)};
         start_net(&net, in);
-        size_t channels = draw_size(1, shape % 10 == 3 ? 200 : many ? 8 : 70);
-        size_t x = conv2d_with_bias(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
-        maxpool2d(&net, relu(&net, x), 2, draw_size(1, 3), 0);
+        size_t channels = draw_size(1, shape % 10 == 3 ? 200 : few ? 12 : 70);
+        size_t x = conv2d_bias(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
+        maxpool2d(&net, relu(&net, x), 2, few ? 2 : draw_size(1, 3), 0);
         plan_net(&net, n);
         net.row_plans[1].fused.input_relu_backward = draw_bits() % 2;
         if (!net.row_plans[1].fused.pool)
             fail("a convolution without padding before a max-pool is not joined with it");
         else
             compare_pooled(&net, n, shape % 2, shape % 5);
+        by_planes += suits_planes(&net.layers[1], &net.layers[3]);
+        pairs[kernel == 5] += pooled_pass((Work){.l = &net.layers[1], .n = n}).pairs;
     }
+    if (by_planes == 0 && (size_t)LANES >= WINDOW_CHANNELS)
+        fail("no shape has been computed by planes");
+    if (!pairs[0] || !pairs[1])
+        fail("no shape has had two pixels in a vector");
     verdict("a convolution and its max-pool in one, forward, and backward without its zeros");
 }
 

@@ -5,8 +5,8 @@
 
 // Where the tap of a window lies in the image, or NULL.
 static real *window_pixel(const real *image, const Layer *l, size_t y, size_t x, size_t tap) {
-    ptrdiff_t iy = (ptrdiff_t)(y * l->stride + tap / l->kernel) - (ptrdiff_t)l->padding;
-    ptrdiff_t ix = (ptrdiff_t)(x * l->stride + tap % l->kernel) - (ptrdiff_t)l->padding;
+    ptrdiff_t iy = (ptrdiff_t)(y * l->stride + tap / l->kernel_size) - (ptrdiff_t)l->padding;
+    ptrdiff_t ix = (ptrdiff_t)(x * l->stride + tap % l->kernel_size) - (ptrdiff_t)l->padding;
     bool inside = iy >= 0 && ix >= 0 && iy < (ptrdiff_t)l->in.h && ix < (ptrdiff_t)l->in.w;
     return inside ? (real *)image + ((size_t)iy * l->in.w + (size_t)ix) * l->in.c : NULL;
 }
@@ -17,7 +17,7 @@ static void pool_window(const Layer *l, const real *in, size_t at, real *out, ui
     size_t c = at % l->out.c, x = at / l->out.c % l->out.w, y = at / l->out.c / l->out.w % l->out.h;
     size_t image = at / shape_size(l->out) * shape_size(l->in);
     out[at] = -INFINITY;
-    for (size_t tap = 0; tap < l->kernel * l->kernel; tap++) {
+    for (size_t tap = 0; tap < l->kernel_size * l->kernel_size; tap++) {
         const real *pixel = window_pixel(in + image, l, y, x, tap);
         if (pixel && pixel[c] > out[at]) {
             out[at] = pixel[c];
@@ -47,7 +47,7 @@ static Pool pool_reference(const Layer *l, size_t n, bool all_negative, const Ar
         p.in.at[i] = (real)(floor(3 * (double)p.in.at[i]) - (all_negative ? 3 : 0));
     for (size_t at = 0; at < count; at++)
         pool_window(l, p.in.at, at, p.out.at, p.arg, p.dout.at, p.din.at, p.bound.at);
-    to_bound(&p.bound, l->kernel * l->kernel + 1);
+    to_bound(&p.bound, l->kernel_size * l->kernel_size + 1);
     return p;
 }
 

@@ -18,7 +18,7 @@ static Kernels planner(size_t i) {
 static size_t row_of_equal_shape(const Net *net, size_t x) {
     Shape s = net->layers[x].out;
     for (;;) {
-        size_t y = draw_size(0, net->count - 1);
+        size_t y = draw_size(0, net->layer_count - 1);
         Shape t = net->layers[y].out;
         if (s.h == t.h && s.w == t.w && s.c == t.c)
             return y; // x itself, if no other is found before
@@ -36,14 +36,14 @@ static void add_random_pool(Net *net, size_t x) {
 }
 
 static void add_random_row(Net *net) {
-    size_t x = draw_bits() % 2 ? net->count - 1 : draw_size(0, net->count - 1);
+    size_t x = draw_bits() % 2 ? net->layer_count - 1 : draw_size(0, net->layer_count - 1);
     size_t channels = net->layers[x].out.c;
     switch (draw_size(0, 10)) {
     case 0:
         conv2d(net, x, draw_size(1, 4), 3, draw_size(1, 2), 1);
         break;
     case 1:
-        conv2d_with_bias(net, x, channels, 3, 1, 1, false);
+        conv2d_bias(net, x, channels, 3, 1, 1, false);
         break;
     case 2:
         x = batchnorm2d(net, x); // and often a sum that is fused with it
@@ -74,7 +74,7 @@ static size_t build_random(Net *net, size_t x) {
     size_t sum = 0;
     for (size_t rows = draw_size(3, 24); rows > 0; rows--)
         add_random_row(net);
-    size_t last = net->count;
+    size_t last = net->layer_count;
     for (x = 0; x < last; x++)
         if (count_reads(net, x) == 0) {
             size_t y = linear(net, draw_bits() % 2 ? x : global_avgpool2d(net, x), net->classes);
@@ -99,7 +99,7 @@ static void separate(Net *net, size_t i) {
    convolution's its ReLU and max-pool, by sums in another order than when they are separate. */
 static void plan_apart(Net *net, bool fused) {
     net->activation_bytes = net->dactivation_bytes = 0;
-    for (size_t i = 0; i < net->count; i++) {
+    for (size_t i = 0; i < net->layer_count; i++) {
         RowPlan *slot = &net->row_plans[i];
         const RowPlan *to = &net->row_plans[slot->computed_by];
         if (!fused && !to->fused.pool)
@@ -136,12 +136,12 @@ static void build_unplanned(Net *net, const Kernels *k, bool fused) {
    gradient of three readers or more may be summed in another order. The bound follows the largest
    gradient of the row: that of a bias before a BatchNorm is 0 but for rounding. */
 static void compare_gradients(const Net *got, const Net *want, bool rounds) {
-    for (size_t i = 0; i < want->count; i++) {
+    for (size_t i = 0; i < want->layer_count; i++) {
         const Layer *l = &want->layers[i];
         const size_t first[] = {l->weight_offset, l->bias_offset},
                      count[] = {l->weight_count, l->bias_count};
         char name[96];
-        snprintf(name, sizeof name, "grad of row %zu of %zu, %s", i, want->count, l->name);
+        snprintf(name, sizeof name, "grad of row %zu of %zu, %s", i, want->layer_count, l->name);
         double largest = 0;
         for (size_t k = 0; k < 2; k++)
             for (size_t j = 0; j < count[k]; j++)
@@ -190,7 +190,7 @@ static void test_plan_against_none(void) {
 // As much as if no two gradients shared memory.
 static size_t unshared_size(const Net *net) {
     size_t sum = 0;
-    for (size_t i = 1; i < net->count; i++)
+    for (size_t i = 1; i < net->layer_count; i++)
         sum += sizeof(real) * align_up(net->max_batch * shape_size(net->layers[i].out));
     return sum;
 }
@@ -199,7 +199,7 @@ static size_t unshared_size(const Net *net) {
    block receives and hands on share their memory. */
 static void check_resnet_size(const Net *net) {
     size_t largest = 0;
-    for (size_t i = 1; i < net->count; i++)
+    for (size_t i = 1; i < net->layer_count; i++)
         largest = max_size(largest, sizeof(real) *
                                         align_up(net->max_batch * shape_size(net->layers[i].out)));
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
@@ -213,7 +213,7 @@ static void check_resnet_size(const Net *net) {
 // Every add of a ResNet is done while the output of a BatchNorm is stored.
 static void check_resnet_adds(const Net *net) {
     bool resnet = strncmp(net->model, "resnet", 6) == 0;
-    for (size_t i = 1; i < net->count; i++)
+    for (size_t i = 1; i < net->layer_count; i++)
         if (resnet && net->layers[i].kind == ADD && net->row_plans[i].mode != FUSED_INTO_EARLIER)
             fail("%s: row %zu is an add of its own", net->model, i);
 }
@@ -244,7 +244,7 @@ static void test_plan_of_models(void) {
 // With the definitions every row is computed by its own kernels, to memory of its own.
 static void check_nothing_fused(const Net *net) {
     static const Fusion none = {0};
-    for (size_t i = 1; i < net->count; i++) {
+    for (size_t i = 1; i < net->layer_count; i++) {
         const RowPlan *slot = &net->row_plans[i];
         const bool adds = net->layers[i].kind == ADD;
         if (slot->mode != SEPARATE || slot->computed_by != i ||

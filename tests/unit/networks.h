@@ -27,9 +27,9 @@ static size_t classify(Net *net, size_t x) {
 
 // BatchNorm with and without a ReLU after it, before a strided max-pool and before a linear layer.
 static size_t build_batchnorm(Net *net, size_t x) {
-    x = relu(net, batchnorm2d(net, conv2d_with_bias(net, x, 4, 3, 1, 1, false)));
+    x = relu(net, batchnorm2d(net, conv2d_bias(net, x, 4, 3, 1, 1, false)));
     x = maxpool2d(net, batchnorm2d(net, conv2d(net, x, 5, 3, 1, 1)), 3, 2, 1);
-    x = batchnorm2d(net, batchnorm2d(net, conv2d_with_bias(net, x, 4, 2, 1, 1, false)));
+    x = batchnorm2d(net, batchnorm2d(net, conv2d_bias(net, x, 4, 2, 1, 1, false)));
     x = relu(net, batchnorm2d(net, linear(net, x, 6)));
     return log_softmax(net, linear(net, x, net->classes));
 }
@@ -53,13 +53,13 @@ static size_t build_bottleneck(Net *net, size_t x) {
 static size_t preactivation_block(Net *net, size_t x, size_t channels, size_t stride) {
     size_t y = relu(net, batchnorm2d(net, x));
     bool same = stride == 1 && net->layers[x].out.c == channels;
-    size_t side = same ? x : conv2d_with_bias(net, y, channels, 1, stride, 0, false);
-    y = relu(net, batchnorm2d(net, conv2d_with_bias(net, y, channels, 3, stride, 1, false)));
-    return add(net, conv2d_with_bias(net, y, channels, 3, 1, 1, false), side);
+    size_t side = same ? x : conv2d_bias(net, y, channels, 1, stride, 0, false);
+    y = relu(net, batchnorm2d(net, conv2d_bias(net, y, channels, 3, stride, 1, false)));
+    return add(net, conv2d_bias(net, y, channels, 3, 1, 1, false), side);
 }
 
 static size_t build_preactivation(Net *net, size_t x) {
-    x = preactivation_block(net, conv2d_with_bias(net, x, 4, 3, 1, 1, false), 4, 1);
+    x = preactivation_block(net, conv2d_bias(net, x, 4, 3, 1, 1, false), 4, 1);
     x = preactivation_block(net, preactivation_block(net, x, 4, 1), 6, 2);
     x = preactivation_block(net, x, 6, 1);
     return classify(net, relu(net, batchnorm2d(net, x)));
@@ -77,7 +77,7 @@ static size_t build_shared(Net *net, size_t x) {
     sum = add(net, x, sum);
     size_t y = add(net, linear(net, global_avgpool2d(net, x), 5), linear(net, x, 5));
     y = add(net, y, linear(net, global_avgpool2d(net, sum), 5));
-    x = linear(net, conv2d_with_bias(net, x, 3, 1, 2, 0, false), 5);
+    x = linear(net, conv2d_bias(net, x, 3, 1, 2, 0, false), 5);
     return log_softmax(net, linear(net, add(net, x, y), net->classes));
 }
 
@@ -113,7 +113,7 @@ enum { ODD_MODELS = sizeof odd_models / sizeof *odd_models };
 
 // Numbers other than 1 and 0, which would hide a BatchNorm that forgets its parameters.
 static void draw_norms(Net *net) {
-    for (size_t i = 0; i < net->count; i++) {
+    for (size_t i = 0; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         for (size_t c = 0; l->kind == BATCHNORM2D && c < l->out.c; c++) {
             net->params[l->weight_offset + c] = 1 + draw_real() / 2;

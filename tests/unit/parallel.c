@@ -7,7 +7,7 @@ enum { MOST_RANKS = 6, RING_NUMBERS = 64 };
 
 // One rank of a ring under test, and what it has.
 typedef struct RingRank {
-    Comm comm;
+    Communicator comm;
     real numbers[RING_NUMBERS];
     size_t gathered[MOST_RANKS];
     Range range;
@@ -38,7 +38,7 @@ static void run_ring(RingRank *ranks, size_t world, void *(*body)(void *)) {
     net.kernels = &fast_kernels;
     net.device = &cpu_device;
     for (size_t r = 0; r < world; r++) {
-        ranks[r].comm = (Comm){.rank = r, .world = world, .team = &team, .net = &net};
+        ranks[r].comm = (Communicator){.rank = r, .world = world, .team = &team, .net = &net};
         ranks[r].comm.settings = &ring_settings;
         team.comms[r] = &ranks[r].comm;
     }
@@ -75,7 +75,7 @@ static void test_all_reduce(void) {
                  first);
         for (size_t r = 0; r < world; r++) {
             const real *got = ranks[r].numbers;
-            sent += ranks[r].comm.bytes_moved;
+            sent += ranks[r].comm.bytes_sent;
             check_tensor("sum", got + first, want + first, bound + first, range.count);
             check_tensor("rank 0's", got + first, ranks[0].numbers + first, NULL, range.count);
             check_tensor("before", got, before[r], NULL, first);
@@ -205,7 +205,7 @@ static Learner learn(bool overlap) {
         parse_options(&l->run.settings, 1, (char *[]){"cnn"});
         l->run.settings.overlap = overlap;
         l->run.settings.bucket_mb = 1;
-        l->run.comm = (Comm){
+        l->run.comm = (Communicator){
             .rank = r, .world = 2, .device_number = r, .team = &team, .settings = &l->run.settings};
         team.comms[r] = &l->run.comm;
     }
