@@ -445,8 +445,11 @@ static void relu_forward(Work w) {
 // din = dout where out > 0, else 0; += if accumulate. Works in place.
 static void relu_backward(Work w) {
     PARALLEL_FOR
-    for (size_t i = 0; i < output_size(w); i++)
-        w.din[i] = (w.out[i] > 0 ? w.dout[i] : 0) + (w.accumulate ? w.din[i] : 0);
+    for (size_t i = 0; i < output_size(w); i++) {
+        const real gradient = w.out[i] > 0 ? w.dout[i] : 0;
+        const real previous = w.accumulate ? w.din[i] : 0;
+        w.din[i] = previous + gradient;
+    }
 }
 
 /* out[n][y][x][c] = max over i, j < kernel_size of in[n][y * stride + i - padding][...][c]
@@ -731,8 +734,11 @@ static void dropout_forward_naive(Work w) {
 static void dropout_backward(Work w) {
     const real scale = 1 / (1 - w.l->p);
     PARALLEL_FOR
-    for (size_t i = 0; i < output_size(w); i++)
-        w.din[i] = w.dout[i] * (w.saved[i] ? scale : 0) + (w.accumulate ? w.din[i] : 0);
+    for (size_t i = 0; i < output_size(w); i++) {
+        const real gradient = w.dout[i] * (w.saved[i] ? scale : 0);
+        const real previous = w.accumulate ? w.din[i] : 0;
+        w.din[i] = previous + gradient;
+    }
 }
 
 // ---- Log-softmax and the loss
@@ -1230,9 +1236,12 @@ enum { CACHE_LINE = 64 }; // in bytes
 
 // Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
 static void *zeroed_alloc(size_t bytes) {
-    void *memory = NULL;
+    void *memory;
+    if (bytes > SIZE_MAX / 2)
+        return NULL;
     const size_t padded = bytes + 2 * CACHE_LINE;
-    if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, CACHE_LINE, padded) != 0)
+    const int error = posix_memalign(&memory, CACHE_LINE, padded);
+    if (error != 0)
         return NULL;
     return memset(memory, 0, padded);
 }
@@ -1438,7 +1447,8 @@ static void atomic_commit(AtomicFile *f) {
 
 static size_t usable_cores(void) {
     cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? (size_t)CPU_COUNT(&set) : 1;
+    const int error = sched_getaffinity(0, sizeof set, &set);
+    return error ? 1 : (size_t)CPU_COUNT(&set);
 }
 
 static double machine_memory(void) {
@@ -1480,7 +1490,8 @@ static double cgroup_limit(const char *cgroup_file, const char *root) {
         return INFINITY;
     snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
     find_line(line, path, "");
-    if (sscanf(line, "%lf", &limit) != 1)
+    const int numbers = sscanf(line, "%lf", &limit);
+    if (numbers != 1)
         return INFINITY; // the line is "max"
     return limit;
 }
@@ -3761,7 +3772,8 @@ static void *loader_worker(void *argument) {
             pthread_cond_wait(&loader->changed, &loader->lock);
             continue;
         }
-        size_t number = loader->started++;
+        const size_t number = loader->started;
+        loader->started++;
         loader->busy++;
         pthread_mutex_unlock(&loader->lock);
         make_batch(loader, number, worker);
@@ -3934,7 +3946,8 @@ static const Batch *loader_next(Loader *loader) {
     /* LAB 3.2 BEGIN loader_next */
     pthread_mutex_lock(&loader->lock);
     if (loader->handed < loader->batches) {
-        size_t number = loader->handed++;
+        const size_t number = loader->handed;
+        loader->handed++;
         pthread_cond_broadcast(&loader->changed); // the slot of the previous batch is free now
         while (loader->filled[number % loader->slots] != number + 1)
             pthread_cond_wait(&loader->changed, &loader->lock);
@@ -4759,9 +4772,9 @@ static int compare_names(const void *a, const void *b) {
 // For qsort(): the order in the file
 static int compare_offsets(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
-    if (x->offset < y->offset)
-        return -1;
-    return x->offset > y->offset;
+    if (x->offset == y->offset)
+        return 0;
+    return x->offset < y->offset ? -1 : 1;
 }
 
 // Writes a tensor's entry in the header to `text`; returns its length.
@@ -4797,8 +4810,9 @@ static char *make_header(const TensorList *list, const char *metadata) {
         fprintf(h, ",%s", entry);
     }
     fprintf(h, "}");
-    const bool failed = ferror(h) || fclose(h) != 0;
-    if (failed || !header) // fclose() may run out of memory and still return 0
+    const bool written = !ferror(h);
+    const int error = fclose(h);
+    if (!written || error || !header) // fclose() may run out of memory and still return 0
         die_no_memory(MAX_HEADER, "a header");
     return header;
 }
@@ -4964,7 +4978,8 @@ static bool open_tensors(TensorFile *f, const char *path) {
     *f = (TensorFile){.path = path, .stream = open_existing(path)};
     if (!f->stream)
         return false;
-    read_header(f, read_header_length(f));
+    const size_t length = read_header_length(f);
+    read_header(f, length);
     f->entries = f->header + 1;
     read_metadata(f);
     return true;
@@ -5045,7 +5060,8 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
         die(1, "%s: %s: expected its values at byte %zu, where the preceding values end, found %zu",
             f->path, t->name, f->bytes_read, t->offset);
     f->bytes_read += t->bytes;
-    if (fread(net->staging[0], 1, t->bytes, f->stream) != t->bytes)
+    const size_t got = fread(net->staging[0], 1, t->bytes, f->stream);
+    if (got != t->bytes)
         die(1, "%s: the file ends within the values of %s", f->path, t->name);
     f->checksum = hash_bytes(f->checksum, net->staging[0], t->bytes);
     if (t->counter)
@@ -6126,7 +6142,8 @@ static void print_command_json(FILE *f, const Recorder *r) {
 
 static void print_machine_json(FILE *f, const Run *run) {
     const DeviceInfo *d = &run->device_info;
-    const char *uuid = *d->uuid ? d->uuid : NULL, *driver = *d->driver ? d->driver : NULL;
+    const char *uuid = *d->uuid ? d->uuid : NULL;
+    const char *driver = *d->driver ? d->driver : NULL;
     fprintf(f, "{");
     print_record(f, JSON,
                  "host=%s cpu=%s cores=%zu memory_bytes=%.0f peak_gflops=%.1f device=%s uuid=%s "
@@ -6243,7 +6260,8 @@ static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
-    if (sscanf(row, logs[kind].position_format, &epoch, &step) < 1)
+    const int numbers = sscanf(row, logs[kind].position_format, &epoch, &step);
+    if (numbers < 1)
         return strstr(row, logs[kind].required_column);
     if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
@@ -6693,9 +6711,9 @@ typedef struct LayerTimes {
 
 static int compare_doubles(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
-    if (x < y)
-        return -1;
-    return x > y;
+    if (x == y)
+        return 0;
+    return x < y ? -1 : 1;
 }
 
 static double median(double *values, size_t count) {
@@ -6923,18 +6941,18 @@ static void print_variants(FILE *csv, const Run *run, size_t image) {
 static void write_predictions(const Run *run) {
     enum { SAMPLES = 32, AUGMENTED = 2 };
     const size_t size = shape_size(run->dataset_info.shape);
-    size_t seen[2] = {0}; // misclassified images, and correctly classified ones
+    size_t correct = 0, wrong = 0;
     AtomicFile csv;
     open_in_folder(&csv, run, "predictions.csv");
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
         const bool is_correct = run->evaluation.predicted[i] == run->test_set.labels[i];
-        const size_t before = seen[is_correct];
-        const uint8_t *pixels = before < SAMPLES ? run->test_set.images + i * size : NULL;
+        size_t *seen = is_correct ? &correct : &wrong;
+        const uint8_t *pixels = *seen < SAMPLES ? run->test_set.images + i * size : NULL;
         print_prediction(csv.stream, run, i, 0, pixels);
-        if (before < AUGMENTED && run->train_loader.augment)
+        if (*seen < AUGMENTED && run->train_loader.augment)
             print_variants(csv.stream, run, i);
-        seen[is_correct]++;
+        *seen += 1;
     }
     atomic_commit(&csv);
 }
@@ -6951,8 +6969,9 @@ static void write_profile(Run *run, int begin, int end) {
     open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
     print_profile(&run->clock, begin, end, out, csv.stream);
-    const bool failed = ferror(out) || fclose(out) != 0;
-    if (failed || !profile) // fclose() may run out of memory and still return 0
+    const bool written = !ferror(out);
+    const int error = fclose(out);
+    if (!written || error || !profile) // fclose() may run out of memory and still return 0
         die_no_memory(PATH_SIZE, "the profile");
     fputs(profile, run->recorder.results);
     fputs(profile, text.stream);
