@@ -7,9 +7,7 @@ suite=parallel
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 emulator=$repo/cnn-emu
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl=self,vader,tcp
-export OMPI_MCA_btl_tcp_if_include=lo OMPI_MCA_oob_tcp_if_include=lo
-export OMPI_MCA_rmaps_base_oversubscribe=1
+export OMPI_MCA_btl=self,vader,tcp
 worlds=(2 3 4) models=(mnist cifar) bits_of=(mnist resnet8)
 [ -z "${QUICK:-}" ] || worlds=(3) models=(cifar) bits_of=(resnet8)
 

@@ -37,11 +37,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 unset CNN "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
 export CUEMU_DEVICES=4
 # Open MPI's processes would take two nodes with one name and one memory for one node.
-export OMPI_MCA_btl=self,tcp OMPI_MCA_btl_tcp_if_include=lo OMPI_MCA_oob_tcp_if_include=lo
-# The memory that PMIx shares between processes of a node now and then ends MPI_Init with a segmentation fault
-# (openpmix/openpmix #1114): do without.
-export PMIX_MCA_gds=hash
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_btl=self,tcp
 tiny=(--model cifar --dataset synthetic --limit-train 64 --limit-test 16 --batch-size 16 --epochs 1)
 mkdir "$tmp/gpus"
 mknod "$tmp/gpus/0" c 1 3 2>"$err" || skip_all "no device files can be made here"

@@ -2,15 +2,14 @@
 # Training that gets SIGTERM, SIGINT, SIGUSR1 or SIGKILL at random times, again and again, and is resumed
 # each time: with two replicas, and with two MPI ranks, of which one is killed. No run may hang, and in
 # the end the checkpoint must be that of an undisturbed run, byte by byte.
-# Under MPI the ranks get the signals, as from Slurm, and not mpirun: while it starts its ranks, Open MPI
-# 4.1's mpirun can crash when it has to forward one (7 of 240 times).
+# Under MPI the ranks get the signals, as from Slurm, and not mpirun, and not before they have left MPI_Init:
+# while it starts its ranks, Open MPI 4.1's mpirun can crash when it has to forward one (7 of 240 times).
 # CNN=PATH: another binary. SIGNALS=N: so many of each kind (default 4); SECONDS_LONG=N: as many as fit.
 # SEED=N: other random numbers.
 # Prints `pass soak/NAME`, `fail soak/NAME: expected ..., found ...` or `skip soak/NAME: why`.
 suite=soak
 # shellcheck source=tests/robust/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh" || exit 1
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 seed=${SEED:-$((SECONDS_LONG ? $(date +%s) % 32768 : 1))}
 signals=(TERM INT USR1 KILL)
 
@@ -26,9 +25,10 @@ cnn_processes() {
     fi
 }
 
-# send SIGNAL PID: to each process of the program, but SIGKILL to only one; fails if there is none
+# send SIGNAL PID: to each process of the program, but SIGKILL to only one; fails if it is too early or too late
 send() {
     local processes
+    [ ${#launcher[@]} -eq 0 ] || [ -s "$out" ] || return 1
     mapfile -t processes < <(cnn_processes "$2")
     [ ${#processes[@]} -gt 0 ] || return 1
     [ "$1" != KILL ] || processes=("${processes[RANDOM % ${#processes[@]}]}")
