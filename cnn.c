@@ -530,10 +530,15 @@ static void global_avgpool2d_forward(Work w) {
 static void global_avgpool2d_backward(Work w) {
     size_t channels = w.l->in.c, pixels = w.l->in.h * w.l->in.w;
     PARALLEL_FOR
-    for (size_t i = 0; i < w.n * pixels; i++)
-        for (size_t c = 0; c < channels; c++)
-            w.din[i * channels + c] = w.dout[i / pixels * channels + c] / (real)pixels +
-                                      (w.accumulate ? w.din[i * channels + c] : 0);
+    for (size_t i = 0; i < w.n * pixels; i++) {
+        const size_t image = i / pixels;
+        const real *dout = w.dout + image * channels;
+        real *din = w.din + i * channels;
+        for (size_t c = 0; c < channels; c++) {
+            const real previous = w.accumulate ? din[c] : 0;
+            din[c] = previous + dout[c] / (real)pixels;
+        }
+    }
 }
 
 // out = in + residual
@@ -827,9 +832,10 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
 
 // ---- Settings
 
+enum { NOT_CHOSEN = -1 }; // section 14 chooses
+
 // An enum for each option whose values are words, in the order of its words in the table of options
 // (section 12)
-enum { NOT_CHOSEN = -1 };
 typedef enum { STEM_3, STEM_7, STEM_IMAGENET } Stem;
 typedef enum { AUGMENT_NONE, AUGMENT_CROP_FLIP, AUGMENT_ELASTIC } Augmentation;
 typedef enum { ADADELTA, SGD, OPTIMIZERS } OptimizerChoice;
@@ -877,7 +883,8 @@ enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 
 /* --resize enlarges an image by a whole factor: row i of the result is a weighted mean of the row
    `first` of the image and the one after it. The row's position in the image is
      (i + 1/2) / factor - 1/2, limited to [0, rows - 1] = first + share
-   and the same holds for columns. (PyTorch's F.interpolate() with mode="bilinear" and
+   and the same holds for columns. For example, with factor 2 row 3 is at 7/4 - 1/2 = 1 + 1/4: three
+   quarters of row 1 and a quarter of row 2. (PyTorch's F.interpolate() with mode="bilinear" and
    align_corners=False.) */
 typedef struct Neighbours {
     uint32_t first;
@@ -886,7 +893,9 @@ typedef struct Neighbours {
 
 static inline HOST_DEVICE Neighbours neighbours_of(size_t i, size_t factor, size_t count) {
     // in units of 1 / (2 factor), in which the positions are whole numbers
-    const uint32_t half = (uint32_t)factor, one = 2 * half, last = one * ((uint32_t)count - 1);
+    const uint32_t half = (uint32_t)factor;
+    const uint32_t one = 2 * half;
+    const uint32_t last = one * ((uint32_t)count - 1);
     const uint32_t centre = 2 * (uint32_t)i + 1;
     uint32_t position = centre > half ? centre - half : 0;
     if (position > last)
@@ -959,6 +968,7 @@ enum {
 
 // A mark is a numbered point in a replica's queue of operations, like an event in a CUDA stream.
 // The clock of train() uses the first CLOCK_MARKS numbers.
+// A row has two marks in each pass, its beginning and its end; zero_grad_row() counts as a row.
 enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
 enum {
     // one for each bucket of gradients (section 10)
@@ -1006,7 +1016,7 @@ struct LossScale {
     float scale;         // 1 in other precisions
     uint32_t steps;      // since the scale was changed
     uint32_t skipped;    // updates in the whole run
-    uint32_t not_finite; // losses and gradients: in fp16 of this step, else of all steps
+    uint32_t not_finite; // losses and gradients: of this step in fp16, otherwise of all steps
 };
 enum { INIT_SCALE = 65536, GROWTH_INTERVAL = 2000 };
 
@@ -1180,11 +1190,11 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     char line[2 * PATH_SIZE];
     va_list args;
     const bool was_dying = __atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST);
-    if (was_dying && !dying_here)
-        for (;;)
-            pause();
     if (dying_here) // before_dying() has failed
         exit_process(status);
+    if (was_dying) // another thread ends the program
+        for (;;)
+            pause();
     dying_here = true;
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
@@ -1260,7 +1270,7 @@ static void *must_alloc(size_t bytes, const char *what) {
 
 typedef enum { HOST, PINNED, DEVICE } MemoryKind;
 
-// The uses for which the printed plan adds up memory
+// What memory is for; the printed plan has a total for each
 typedef enum {
     FOR_PARAMETERS,
     FOR_GRADIENTS,
@@ -1366,8 +1376,10 @@ static void flush(FILE *f, const char *name) {
 // Opens a file for reading, or returns NULL if it does not exist. A named pipe would block; it is
 // read as an empty file instead.
 static FILE *open_existing(const char *path) {
+    FILE *f = NULL;
     const int fd = open(path, O_RDONLY | O_NONBLOCK);
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
+    if (fd >= 0)
+        f = fdopen(fd, "rb");
     if (!f && errno != ENOENT)
         die_file("cannot read", path);
     return f;
@@ -1429,18 +1441,21 @@ static void sync_folder(const char *file) {
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool kept = *f->path != 0;
+    const bool discarded = *f->path == 0;
+    if (discarded) {
+        fclose(f->stream);
+        return;
+    }
     if (fflush(f->stream) != 0 || ferror(f->stream))
         die_file("cannot write", f->temporary);
-    if (kept && fsync(fileno(f->stream)) != 0)
+    if (fsync(fileno(f->stream)) != 0)
         die_file("cannot write", f->temporary);
     if (fclose(f->stream) != 0)
         die_file("cannot write", f->temporary);
-    if (kept && rename(f->temporary, f->path) != 0)
+    if (rename(f->temporary, f->path) != 0)
         die_file("cannot write", f->path);
     unfinished = NULL;
-    if (kept)
-        sync_folder(f->path);
+    sync_folder(f->path);
 }
 
 // ---- Limits of the machine
@@ -1496,8 +1511,8 @@ static double cgroup_limit(const char *cgroup_file, const char *root) {
     return limit;
 }
 
-// The memory, in bytes, that the Slurm job of this process allows on this machine. A job states it
-// in MB, for the machine or for each core.
+// The memory, in bytes, that the Slurm job of this process allows on this machine. Slurm
+// states it in MB, for the machine or for each core.
 static double slurm_limit(void) {
     const size_t mb_of_machine = environment_number("SLURM_MEM_PER_NODE");
     const size_t mb_per_core = environment_number("SLURM_MEM_PER_CPU");
@@ -1874,11 +1889,14 @@ static size_t count_reads(const Net *net, size_t row) {
 }
 
 // Whether a row's only reader may overwrite its output, since the row's own backward pass does not
-// need it. Whether the reader's does, fuse() knows.
+// need it. The kernels' fuse() decides whether the reader's backward pass does.
 static bool may_overwrite(const Net *net, size_t row) {
-    const Layer *l = &net->layers[row], *producer = &net->layers[net->row_plans[row].computed_by];
-    return row > 0 && count_reads(net, row) == 1 && !kinds[l->kind].needs_out &&
-           !kinds[producer->kind].needs_out;
+    const size_t writer = net->row_plans[row].computed_by;
+    if (row == 0)
+        return false; // the images
+    if (count_reads(net, row) != 1)
+        return false;
+    return !kinds[net->layers[row].kind].needs_out && !kinds[net->layers[writer].kind].needs_out;
 }
 
 // Fuses a sum, whose other row is its residual.
@@ -1901,9 +1919,12 @@ static void fuse_relu(RowPlan *target) {
      after                        false           false           true
      after, if another row also
      reads the first ReLU         true            false           false     */
-static void fuse_pool(Net *net, RowPlan *conv, size_t conv_input, const Layer *pool) {
-    RowPlan *before = &net->row_plans[net->row_plans[conv_input].computed_by];
-    const bool includes_relu = before->fused.relu && count_reads(net, conv_input) == 1;
+static void fuse_pool(Net *net, size_t conv_row, const Layer *pool) {
+    RowPlan *conv = &net->row_plans[conv_row];
+    const size_t input = net->layers[conv_row].input;
+    const size_t input_writer = net->row_plans[input].computed_by;
+    RowPlan *before = &net->row_plans[input_writer];
+    const bool includes_relu = before->fused.relu && count_reads(net, input) == 1;
     conv->fused.pool = pool;
     conv->fused.relu_backward = false;
     conv->fused.input_relu_backward = includes_relu;
@@ -1924,7 +1945,7 @@ static void fuse_row(Net *net, size_t i, size_t target) {
     if (l->kind == RELU)
         fuse_relu(&net->row_plans[target]);
     if (l->kind == MAXPOOL2D)
-        fuse_pool(net, &net->row_plans[target], net->layers[target].input, l);
+        fuse_pool(net, target, l);
     net->row_plans[i].computed_by = target;
 }
 
@@ -1944,7 +1965,7 @@ static void link_moments(Net *net, size_t i) {
 // Asks the kernels how each row is computed.
 static void plan_fusion(Net *net) {
     const Kernels *k = net->kernels;
-    for (size_t i = 0; i < net->layer_count; i++) {
+    for (size_t i = 1; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         RowPlan *plan = &net->row_plans[i];
         const size_t target = net->row_plans[l->input].computed_by;
@@ -1961,6 +1982,16 @@ static void plan_fusion(Net *net) {
 
 // ---- Memory of the gradients
 
+// Whether the kernels of a row read what the kernels of the row `writer` have written
+static bool reads_row_of(const Net *net, size_t row, size_t writer) {
+    const RowPlan *plans = net->row_plans;
+    const size_t input_writer = plans[net->layers[row].input].computed_by;
+    const size_t residual_writer = plans[plans[row].residual].computed_by;
+    if (!has_kernels(&plans[row]))
+        return false;
+    return input_writer == writer || residual_writer == writer;
+}
+
 /* Whether the residual of `row` may keep its gradient in the memory of the sum's gradient: both are
    the same, and an add that is not fused would copy it. With row = 3,
      row            reads
@@ -1972,15 +2003,16 @@ static void plan_fusion(Net *net) {
    and write to the shared memory. */
 static bool may_share_gradient(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
-    const size_t residual_writer = plans[plans[row].residual].computed_by;
-    if (!plans[row].fused.add || residual_writer == 0)
+    const size_t writer = plans[plans[row].residual].computed_by;
+    if (!plans[row].fused.add)
         return false;
-    for (size_t i = row; i < net->layer_count; i++) {
-        const bool as_input = plans[net->layers[i].input].computed_by == residual_writer;
-        const bool as_residual = i > row && plans[plans[i].residual].computed_by == residual_writer;
-        if (has_kernels(&plans[i]) && (as_input || as_residual))
+    if (writer == 0)
+        return false; // the residual is the images, which have no gradient
+    if (plans[net->layers[row].input].computed_by == writer)
+        return false; // the same kernels write both of the sum's rows
+    for (size_t i = row + 1; i < net->layer_count; i++)
+        if (reads_row_of(net, i, writer))
             return false;
-    }
     return true;
 }
 
@@ -2008,7 +2040,8 @@ static const GradientBlock *find_conflict(const GradientBlock *block, const Grad
     return NULL;
 }
 
-// First fit: sets block->offset to the lowest at which no placed gradient is used at the same time.
+// First fit: sets block->offset to the lowest one at which the block overlaps no placed gradient
+// that is in use at the same time.
 static void place_gradient(GradientBlock *block, const GradientBlock *placed, size_t count) {
     block->offset = 0;
     const GradientBlock *conflict = find_conflict(block, placed, count);
@@ -2657,8 +2690,11 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
 // Computes one row's output (=) and the rows that are fused into it. Under dp, a rank may
 // have no images: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
-    if (n > 0 && has_kernels(&net->row_plans[i]))
-        net->kernels->layers[net->layers[i].kind].forward(work_of(net, i, n, key));
+    const Kernels *k = net->kernels;
+    const Layer *l = &net->layers[i];
+    if (n == 0 || !has_kernels(&net->row_plans[i]))
+        return;
+    k->layers[l->kind].forward(work_of(net, i, n, key));
 }
 
 // model(data): log-probabilities of n images. In evaluation, key is NULL: dropout does nothing, and
@@ -2673,15 +2709,15 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     }
 }
 
-// Notes that a row's gradient is written. Returns whether this is the first time.
-static bool first_write(bool *written, size_t row) {
-    const bool first = !written[row];
+// Notes that a row's gradient is written. Returns whether it was written before.
+static bool was_written(bool *written, size_t row) {
+    const bool before = written[row];
     written[row] = true;
-    return first;
+    return before;
 }
 
 // Computes the gradients of one row's parameters (=) and of its inputs (=, or += if written[] says
-// that they hold a gradient already). Without a residual, `residual` is row 0, which has none.
+// that they hold a gradient already).
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -2689,13 +2725,15 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     if (n == 0 || !has_kernels(&net->row_plans[i]))
         return;
     Work w = work_of(net, i, n, NULL);
-    w.dresidual = doutput(net, residual);
-    if (w.dresidual == w.dout)
-        w.dresidual = NULL; // the same memory: nothing to copy
     // The residual comes first, since kernels write dresidual before din. In x + x, both are the
     // same array.
-    w.accumulate_residual = !first_write(written, residual);
-    w.accumulate = !first_write(written, l->input);
+    if (residual) {
+        w.dresidual = doutput(net, residual);
+        if (w.dresidual == w.dout)
+            w.dresidual = NULL; // the same memory: nothing to copy
+        w.accumulate_residual = was_written(written, residual);
+    }
+    w.accumulate = was_written(written, l->input);
     if (!w.din && l->weight_count == 0)
         return; // it reads the images and has no parameters
     if (net->flops)
@@ -3289,7 +3327,8 @@ static void append_cifar(Dataset *data, uint8_t label, const uint8_t *bytes) {
 static void read_cifar_file(Dataset *data, const char *dir, const char *file, size_t count,
                             size_t limit) {
     const DatasetInfo *info = data->info;
-    const size_t labels = info->classes == 100 ? 2 : 1; // of an image
+    const bool has_coarse_label = info->classes == 100; // CIFAR-100: before the label
+    const size_t labels = has_coarse_label ? 2 : 1;
     const size_t record_size = labels + 3 * CIFAR_AREA;
     DataFile f;
     data_open(&f, dir, file, info->name);
@@ -3297,7 +3336,7 @@ static void read_cifar_file(Dataset *data, const char *dir, const char *file, si
     for (size_t i = 0; i < count; i++) {
         const uint8_t *record = records + i * record_size;
         const uint8_t label = record[labels - 1];
-        if (labels == 2)
+        if (has_coarse_label)
             check_label(&f, record[0], CIFAR_COARSE, i);
         check_label(&f, label, info->classes, i);
         if (data->count < limit)
@@ -3414,15 +3453,15 @@ static void draw_glyph(float glyph[], size_t label, size_t channels) {
                 double y = (double)row - (GLYPH_SIZE - 1) / 2.;
                 double window = exp(-(x * x + y * y) / (GLYPH_SIZE * GLYPH_SIZE / 8.));
                 double value = cos(frequency * (cos(angle) * x + sin(angle) * y) + phase);
-                glyph[(row * GLYPH_SIZE + column) * channels + wave % channels] +=
-                    (float)(window * value);
+                const size_t pixel = row * GLYPH_SIZE + column, channel = wave % channels;
+                glyph[pixel * channels + channel] += (float)(window * value);
             }
     }
 }
 
 /* pixels += strength * the glyph of a random class, shifted from the middle by at most SHIFT. The
-   strength is contrast or, with equal probability, -contrast. Returns the class. The image has
-   the number `index`; `which` is 0 for the distractor and 1 for the glyph of its class. */
+   strength is contrast or, with equal probability, -contrast. Returns the class. `index` is
+   the image's number; `which` is 0 for the distractor and 1 for the glyph of its class. */
 static size_t add_glyph(float *pixels, const float *glyphs, const DatasetInfo *info, uint32_t index,
                         uint32_t which, float contrast) {
     const Shape s = info->shape;
@@ -3675,9 +3714,10 @@ typedef struct Loader {
 static real interpolate(const real *image, Shape s, Neighbours rows, Neighbours columns, size_t c) {
     float sum = 0;
     for (size_t i = 0; i < 4; i++) {
-        const float weight = neighbour_share(rows, i / 2) * neighbour_share(columns, i % 2);
-        const size_t y = rows.first + i / 2, x = columns.first + i % 2;
-        if (weight > 0)
+        const size_t down = i / 2, right = i % 2;
+        const size_t y = rows.first + down, x = columns.first + right;
+        const float weight = neighbour_share(rows, down) * neighbour_share(columns, right);
+        if (weight > 0) // otherwise, the pixel may be outside of the image
             sum = fmaf(weight, (float)image[(y * s.w + x) * s.c + c], sum);
     }
     return sum;
@@ -3828,7 +3868,7 @@ static void loader_plan(Loader *loader, const Dataset *data, size_t batch_size, 
     }
 }
 
-// Copies the data set to the device. Kernels only read it, so that its pointers are to const; this
+// Copies the data set to the device. Its pointers are to const, since kernels only read it; this
 // function fills it.
 static void make_resident(Loader *loader) {
     const Dataset *data = loader->data;
@@ -4247,10 +4287,14 @@ static void nccl_all_reduce(Communicator *c, real *data, Range range) {
 
 // Copies rank 0's data to all ranks, around the ring.
 static void broadcast(Communicator *c, real *data, size_t count) {
+    const Range all = {0, count};
     c->published = data;
     for (size_t step = 0; step + 1 < c->world; step++) {
-        const Range sent = {0, c->rank == step ? count : 0};
-        const Range received = {0, c->rank == step + 1 ? count : 0};
+        Range sent = {0, 0}, received = {0, 0};
+        if (c->rank == step)
+            sent = all;
+        if (c->rank == step + 1)
+            received = all;
         ring_step(c, data, sent, received, false);
     }
     team_barrier(c);
@@ -4349,8 +4393,10 @@ static void plan_buckets(Communicator *c) {
     size_t end = net->param_size;
     for (size_t i = last_row(net); i > 0; i--) {
         const Layer *l = &net->layers[i];
+        if (l->weight_count == 0)
+            continue;
         const double megabytes = 1e-6 * (double)((end - l->weight_offset) * sizeof(real));
-        if (l->weight_count > 0 && megabytes >= limit && c->bucket_count + 1 < MAX_BUCKETS) {
+        if (megabytes >= limit && c->bucket_count + 1 < MAX_BUCKETS) {
             add_bucket(c, l->weight_offset, end);
             end = l->weight_offset;
             limit = c->settings->bucket_mb;
@@ -4988,7 +5034,7 @@ static bool open_tensors(TensorFile *f, const char *path) {
 // What wraps a PyTorch network, and the prefix that it gives to the names of the network's tensors
 static const struct {
     const char *prefix, *by;
-} wrappers[] = {{"\"module.", "DataParallel"}, {"\"_orig_mod.", "torch.compile"}};
+} wrappers[] = {{"module.", "DataParallel"}, {"_orig_mod.", "torch.compile"}};
 
 // Returns the tensor of the list whose name, in quotation marks, is at `at`; dies if there is none.
 static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, const char *at) {
@@ -4998,9 +5044,9 @@ static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, con
             return t;
     }
     for (size_t i = 0; i < LENGTH(wrappers); i++)
-        if (strncmp(at, wrappers[i].prefix, strlen(wrappers[i].prefix)) == 0)
-            die(1, "%s: its names begin with %s\", from %s; save net.%sstate_dict() instead",
-                f->path, wrappers[i].prefix, wrappers[i].by, wrappers[i].prefix + 1);
+        if (*at == '"' && strncmp(at + 1, wrappers[i].prefix, strlen(wrappers[i].prefix)) == 0)
+            die(1, "%s: its names begin with \"%s\", from %s; save net.%sstate_dict() instead",
+                f->path, wrappers[i].prefix, wrappers[i].by, wrappers[i].prefix);
     die_header(f, at, "a tensor of this model");
 }
 
@@ -5074,8 +5120,8 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
 // CHECKSUM_FORMAT.
 static size_t covered_metadata(const TensorFile *f) {
     const size_t size = strlen(f->metadata);
-    const size_t last = (size_t)snprintf(NULL, 0, CHECKSUM_FORMAT, 0ull);
-    return size - min_size(size, last);
+    const size_t last_lines = (size_t)snprintf(NULL, 0, CHECKSUM_FORMAT, 0ull);
+    return size > last_lines ? size - last_lines : 0;
 }
 
 // Dies if cnn wrote the file and its checksum does not match what was read.
@@ -5320,7 +5366,7 @@ static void set_word(void *field, const Option *o, const char *text) {
         die(EXIT_USAGE, "%s: expected one of %s, found \"%s\"; see ./cnn --help", o->name,
             o->values, text);
     if (o->kind == SWITCH)
-        *(bool *)field = number == 0;
+        *(bool *)field = strcmp(text, "on") == 0;
     else if (o->kind == CHOICE)
         *(int *)field = number; // gcc and clang store an enum as an int
     else
@@ -5450,10 +5496,13 @@ static void parse_file(Settings *s, const char *path) {
     FILE *f = fopen(path, "r");
     if (!f)
         die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
-    const size_t length = fread(argument_text + argument_text_used, 1, space, f);
+    char *text = argument_text + argument_text_used;
+    const size_t length = fread(text, 1, space, f);
     const bool readable = !ferror(f);
+    const bool too_long = length == space; // its terminating zero would not fit
+    const bool has_zero_byte = memchr(text, 0, length) != NULL;
     fclose(f);
-    if (!readable || length == space || memchr(argument_text + argument_text_used, 0, length))
+    if (!readable || too_long || has_zero_byte)
         die(EXIT_USAGE,
             "@%s: expected a text file of options; all such files may have at most %d bytes", path,
             TEXT_SIZE);
@@ -5592,9 +5641,11 @@ static void on_signal(int number) {
 
 static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
-    for (size_t i = 0; i < LENGTH(numbers); i++)
-        if (signal(numbers[i], on_signal) == SIG_IGN) // what nohup ignores stays ignored
+    for (size_t i = 0; i < LENGTH(numbers); i++) {
+        void (*previous)(int) = signal(numbers[i], on_signal);
+        if (previous == SIG_IGN) // what nohup ignores stays ignored
             signal(numbers[i], SIG_IGN);
+    }
 }
 
 // Returns what this process was asked for since the last call, or 0.
@@ -5636,7 +5687,7 @@ typedef struct EpochResult {
 enum { PROFILED_LINES = 128 };
 
 typedef struct LineClock {
-    bool synchronize; // --profile: wait for the device at each line, so that its time is its own
+    bool synchronize; // --profile: wait for the device after each line
     const Device *device;
     int first_line;        // the first profiled line of cnn.c
     size_t rank;           // for --trace
@@ -5840,7 +5891,8 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
 /* ---- The clock of train(). Each line there begins with AT(...), except for while, if and else.
    AT() sets a mark: the end of the previous line and the beginning of this one, whose time is also
    added to a phase of the step. Since a GPU executes later what the program queues, times are
-   read only when they are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS:
+   read only when they are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS,
+   which was mark m - CLOCK_MARKS before; the line that begins there must have been read by then:
 
      mark           0        1        2        3        4
                     | line 0 | line 1 | line 2 | line 3 | the running line
@@ -5853,10 +5905,12 @@ static void clock_read_times(LineClock *c, size_t unread) {
     while (c->times_read + unread < ended) {
         const size_t from = c->times_read % CLOCK_MARKS, to = (c->times_read + 1) % CLOCK_MARKS;
         const double seconds = c->device->elapsed(from, to);
-        if (c->at_mark[from].line)
-            c->lines[c->at_mark[from].line - c->first_line].seconds += seconds;
-        if (c->at_mark[from].phase)
-            *c->at_mark[from].phase += seconds;
+        const int line = c->at_mark[from].line;
+        double *phase = c->at_mark[from].phase;
+        if (line)
+            c->lines[line - c->first_line].seconds += seconds;
+        if (phase)
+            *phase += seconds;
         c->times_read++;
     }
 }
@@ -5868,7 +5922,7 @@ static void clock_charge(LineClock *c, double *phase) {
 
 // Sets the next mark, at which this line begins. Line 0 stands for the time outside of train().
 static void clock_mark(LineClock *c, int line, double *phase) {
-    clock_read_times(c, CLOCK_MARKS - 2); // so that this mark's event is free
+    clock_read_times(c, CLOCK_MARKS - 2); // this mark's event must be free; see above
     const size_t mark = c->marks_set % CLOCK_MARKS;
     c->at_mark[mark].line = line;
     c->at_mark[mark].phase = phase;
@@ -5917,8 +5971,9 @@ static void print_quoted(FILE *csv, const char *text) {
 
 static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int number,
                                const char *text, double total) {
-    const size_t at = (size_t)(number - c->first_line);
-    if (number < c->first_line || at >= PROFILED_LINES || c->lines[at].hits == 0) {
+    const int at = number - c->first_line;
+    const bool profiled = at >= 0 && at < PROFILED_LINES;
+    if (!profiled || c->lines[at].hits == 0) {
         fprintf(out, "%6d %9s %12s %8s %8s  %s\n", number, "", "", "", "", text);
         return;
     }
@@ -5942,6 +5997,12 @@ static FILE *open_source(void) {
     return source;
 }
 
+static void read_source_line(char *text, int size, FILE *source) {
+    const char *line = fgets(text, size, source);
+    if (line)
+        text[strcspn(text, "\n")] = 0;
+}
+
 // Prints lines `begin` to `end`, which are train(), with their times, like kernprof and as CSV.
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
@@ -5960,8 +6021,8 @@ static void print_profile(const LineClock *c, int begin, int end, FILE *out, FIL
     fprintf(out, "==============================================================\n");
     fprintf(csv, "line,hits,time_us,per_hit_us,percent,source\n");
     for (int number = 1; number <= end; number++) {
-        if (source && fgets(text, sizeof text, source))
-            text[strcspn(text, "\n")] = 0;
+        if (source)
+            read_source_line(text, sizeof text, source);
         if (number >= begin)
             print_profile_line(out, csv, c, number, text, total);
     }
@@ -6262,7 +6323,7 @@ static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
         return false; // the run was killed while it wrote this row
     const int numbers = sscanf(row, logs[kind].position_format, &epoch, &step);
     if (numbers < 1)
-        return strstr(row, logs[kind].required_column);
+        return strstr(row, logs[kind].required_column) != NULL; // it is the header
     if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
@@ -6292,7 +6353,7 @@ static void truncate_log(FILE *csv, long length, const char *path) {
 
 static void print_log_header(FILE *csv, CsvLog kind) {
     if (kind == STEPS_LOG)
-        print_step(csv, &(StepResult){0}, 0, CSV_HEADER);
+        print_step(csv, &(StepResult){0}, 0, CSV_HEADER); // prints only the names
     else
         print_epoch(csv, &(EpochResult){0}, CSV_HEADER);
 }
@@ -6416,7 +6477,7 @@ static void flush_steps(Run *run, EpochResult *e) {
         add_step(run, e, i);
     memset(r->steps, 0, r->buffered_steps * sizeof *r->steps);
     r->buffered_steps = 0;
-    clock_charge(&run->clock, &r->steps[0].phases[OTHER]);
+    clock_charge(&run->clock, &r->steps[0].phases[OTHER]); // its phase was in a row just cleared
     if (r->steps_csv)
         flush(r->steps_csv, "steps.csv");
 }
@@ -6499,7 +6560,8 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss los
 
 // Prints the phases of an epoch in seconds, and the MB sent, as averages over the ranks.
 static void print_phases(const EpochResult *e, size_t world) {
-    const double n = (double)world, *p = e->phases;
+    const double n = (double)world;
+    const double *p = e->phases;
     const double compute = p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER];
     printf("ranks=%zu compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
            "mb_sent=%.1f (averages over the ranks)\n",
@@ -6575,13 +6637,13 @@ static void set_trace_origin(Run *run) {
     run->tracer.start = now();
 }
 
-// Whether the step to come is one of --trace-steps
+// Whether the next step is one of --trace-steps
 static bool in_trace_steps(const Run *run) {
     const size_t step = steps_done(run);
     return step >= run->tracer.first && step < run->tracer.end;
 }
 
-// Begins or ends the trace, for the step to come.
+// Begins or ends the trace before the next step.
 static void trace_next_step(Run *run) {
     const bool traced = in_trace_steps(run) && *run->settings.trace;
     if (traced && !run->tracer.traced)
@@ -6633,7 +6695,8 @@ static void parse_trace_steps(Run *run) {
     Tracer *t = &run->tracer;
     int size = 0;
     const int numbers = sscanf(text, "%18zu:%18zu%n", &t->first, &t->end, &size);
-    if (numbers != 2 || text[size] || strchr(text, '-') || t->first >= t->end)
+    const bool all_used = text[size] == 0, negative = strchr(text, '-') != NULL;
+    if (numbers != 2 || !all_used || negative || t->first >= t->end)
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, such as 10:20, found \"%s\"",
             text);
 }
@@ -6737,7 +6800,7 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
     const double in = (double)(n * shape_size(l->in) + l->weight_count);
     const double out = (double)(n * shape_size(stored_shape(net, row)));
     double share = 1, extra_accesses = 0;
-    if (l->weight_count && l->input == 0 && l->kind != BATCHNORM2D)
+    if (has_weight_matrix(l) && l->input == 0)
         share = 2. / 3;
     if (fused->add)
         extra_accesses += 1;
@@ -6750,7 +6813,7 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
 // Memory bandwidth in bytes per second, measured by out = in + residual
 static double measure_bandwidth(const Run *run) {
     const Kernels *k = run->kernels;
-    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // images that threads share
+    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // many images, for all threads
     const Work w = {.l = &row,
                     .n = BANDWIDTH_NUMBERS / row.out.c,
                     .in = run->bandwidth_arrays[0],
@@ -6860,7 +6923,7 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
 }
 
 /* Prints the median time of each row on a training batch, next to the limits of this machine. A
-   fused row has no line of its own: its time counts for the row into which it is fused. */
+   fused row has no line of its own: its time is part of the row's into which it is fused. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->layer_count * sizeof *times, "the layers' times");
@@ -6947,12 +7010,15 @@ static void write_predictions(const Run *run) {
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
         const bool is_correct = run->evaluation.predicted[i] == run->test_set.labels[i];
-        size_t *seen = is_correct ? &correct : &wrong;
-        const uint8_t *pixels = *seen < SAMPLES ? run->test_set.images + i * size : NULL;
+        const size_t before = is_correct ? correct : wrong;
+        const uint8_t *pixels = before < SAMPLES ? run->test_set.images + i * size : NULL;
         print_prediction(csv.stream, run, i, 0, pixels);
-        if (*seen < AUGMENTED && run->train_loader.augment)
+        if (before < AUGMENTED && run->train_loader.augment)
             print_variants(csv.stream, run, i);
-        *seen += 1;
+        if (is_correct)
+            correct++;
+        else
+            wrong++;
     }
     atomic_commit(&csv);
 }
@@ -7200,7 +7266,9 @@ static FILE *second_stdout(void) {
         die_file("cannot write to", "standard output");
     // Fails if stdout is closed or broken; fdopen() would report only EINVAL.
     const ssize_t written = write(fd, "", 0);
-    FILE *f = written < 0 ? NULL : fdopen(fd, "w");
+    if (written < 0)
+        die_file("cannot write to", "standard output");
+    FILE *f = fdopen(fd, "w");
     if (!f)
         die_file("cannot write to", "standard output");
     return f;
@@ -7424,13 +7492,13 @@ static void print_device(const Run *run, const char *why_not) {
 
 // The number of GPUs that a run may use, or 0 and the reason why there is none
 static size_t count_gpus(const Settings *s, const char **why_not) {
+    if (cuda_kernels && s->replicas <= 1 && !s->no_cuda)
+        return cuda_kernels(0)->device->count(why_not);
     *why_not = "built without CUDA";
+    if (s->no_cuda)
+        *why_not = "--no-cuda";
     if (s->replicas > 1)
         *why_not = "--replicas";
-    else if (s->no_cuda)
-        *why_not = "--no-cuda";
-    else if (cuda_kernels)
-        return cuda_kernels(0)->device->count(why_not);
     return 0;
 }
 
@@ -7772,9 +7840,11 @@ static int open_lock(const char *path, const char *checkpoint) {
 }
 
 // Whether an open file still has a name: another process that opens the same name gets this file.
+// If that cannot be found out, it counts as named.
 static bool has_name(int fd) {
     struct stat file;
-    return fstat(fd, &file) != 0 || file.st_nlink > 0;
+    const int error = fstat(fd, &file);
+    return error || file.st_nlink > 0;
 }
 
 // Locks the checkpoint for this run, until it ends. The lock is on a file beside it, since each
@@ -7951,7 +8021,7 @@ static BatchLoss replay_step(Run *run, const Batch *batch) {
 }
 
 static void start_epoch(Run *run) {
-    clock_read_times(&run->clock, 0); // what the end of the last epoch took belongs to no step
+    clock_read_times(&run->clock, 0); // the time since the previous epoch belongs to no step
     memset(run->recorder.steps, 0, run->recorder.steps_capacity * sizeof *run->recorder.steps);
     trace_next_step(run); // the workers begin before the step does
     if (loads_training_data(&run->comm))
@@ -8013,7 +8083,7 @@ static void finish_step(Run *run, const Batch *batch) {
         __VA_ARGS__;                                                                 \
     } while (0)
 
-enum { TRAIN_BEGINS = __LINE__ + 3 };
+enum { TRAIN_BEGINS = __LINE__ + 3 }; // the line with "static void train"
 
 // Trains for one epoch, or for what is left of it.
 static void train(Run *run, EpochResult *result) {
