@@ -142,7 +142,7 @@ typedef struct Fusion {
    adds to it if accumulate is true; for dresidual, accumulate_residual says which.
 
    With --precision bf16 or fp16, the arrays in, residual, out, dout and din, and the weight of a
-   convolution or linear layer, hold 16-bit numbers in spite of their type. The out and dout of
+   convolution or linear layer, hold 16-bit numbers despite their declared type. The out and dout of
    log_softmax stay 32-bit. */
 typedef struct Work {
     const Layer *l;
@@ -260,7 +260,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <unistd.h>
 
 // PARALLEL_FOR stands for #pragma omp parallel for schedule(static), which gives each thread an
-// equal part of the loop after it. Without OpenMP it is nothing.
+// equal part of the loop after it. Without OpenMP it expands to nothing.
 #define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
@@ -324,7 +324,7 @@ static void add_products(real *restrict out, const real *restrict in, const real
 
 /* out[n][y][x][k] = bias[k] + sum over i, j, c of
                           in[n][y * s + i - padding][x * s + j - padding][c] * weight[i][j][c][k]
-   where s is the stride and pixels outside of the image count as 0.
+   where s is the stride and pixels outside the image count as 0.
    Shapes: in [n][h][w][c], out [n][oh][ow][k]. If bias is NULL, there is none.
    A linear layer is the same on 1 pixel: out[n][k] = bias[k] + sum of in[n][c] * weight[c][k]. */
 static void conv2d_forward_naive(Work w) {
@@ -454,7 +454,7 @@ static void relu_backward(Work w) {
 
 /* out[n][y][x][c] = max over i, j < kernel_size of in[n][y * stride + i - padding][...][c]
    saved = i * kernel_size + j of the first such maximum
-   Pixels outside of the image do not count. */
+   Pixels outside the image do not count. */
 static void maxpool2d_forward_naive(Work w) {
     const Layer *l = w.l;
     Shape I = l->in, O = l->out;
@@ -740,9 +740,9 @@ static void dropout_backward(Work w) {
     const real scale = 1 / (1 - w.l->p);
     PARALLEL_FOR
     for (size_t i = 0; i < output_size(w); i++) {
-        const real gradient = w.dout[i] * (w.saved[i] ? scale : 0);
+        const real factor = w.saved[i] ? scale : 0;
         const real previous = w.accumulate ? w.din[i] : 0;
-        w.din[i] = previous + gradient;
+        w.din[i] = w.dout[i] * factor + previous;
     }
 }
 
@@ -882,10 +882,10 @@ enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 
 
 /* --resize enlarges an image by a whole factor: row i of the result is a weighted mean of the row
    `first` of the image and the one after it. The row's position in the image is
-     (i + 1/2) / factor - 1/2, limited to [0, rows - 1] = first + share
-   and the same holds for columns. For example, with factor 2 row 3 is at 7/4 - 1/2 = 1 + 1/4: three
-   quarters of row 1 and a quarter of row 2. (PyTorch's F.interpolate() with mode="bilinear" and
-   align_corners=False.) */
+     first + share = (i + 1/2) / factor - 1/2, limited to [0, rows - 1]
+   where `first` is a whole number and 0 <= share < 1. The same holds for columns. For example, with
+   factor 2 row 3 is at 7/4 - 1/2 = 1 + 1/4: three quarters of row 1 and a quarter of row 2.
+   (PyTorch's F.interpolate() with mode="bilinear" and align_corners=False.) */
 typedef struct Neighbours {
     uint32_t first;
     float share; // of the row after `first`; 0 if there is none
@@ -912,7 +912,7 @@ static inline HOST_DEVICE float neighbour_share(Neighbours n, size_t which) {
 typedef struct Dataset Dataset;
 typedef enum { TRAINING_SET, TEST_SET } Split;
 
-// What is known about a data set
+// The properties of a data set
 typedef struct DatasetInfo {
     const char *name;
     Shape shape;
@@ -1009,9 +1009,9 @@ typedef struct StepInputs {
    - In fp32, tf32 and bf16 it skips all further updates, until the host reads the count at the log
      interval and ends the run.
    - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
-     update divides by it. Gradients that are not finite skip one update and halve the scale; after
-     GROWTH_INTERVAL steps without any it is doubled. (Micikevicius et al., "Mixed precision
-     training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
+     update divides by it. Non-finite gradients cause one update to be skipped and the scale to be
+     halved; after GROWTH_INTERVAL steps without any it is doubled. (Micikevicius et al., "Mixed
+     precision training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
 struct LossScale {
     float scale;         // 1 in other precisions
     uint32_t steps;      // since the scale was changed
@@ -1617,7 +1617,7 @@ typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     RowMode mode;
     Fusion fused;           // what the kernels of this row compute as well
-    size_t residual;        // the row that an add, fused or not, adds; without an add 0
+    size_t residual;        // the row that an add, fused or not, adds; 0: none
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;           // offset into saved: argmax of a max-pool, mask of a dropout
@@ -1673,9 +1673,9 @@ typedef struct Net {
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
-    // How often forward and backward together read or write each element, at least. The comments at
-    // the rows name the arrays, first the forward pass's. A byte of a mask counts as a quarter of
-    // an element.
+    // The minimum number of times that forward and backward together read or write each element.
+    // The comments at the rows name the arrays, first the forward pass's. A byte of a mask counts
+    // as a quarter of an element.
     double in_accesses;  // of the input and the weights
     double out_accesses; // of the output
     bool saves;          // a byte for each output: an argmax or a mask
@@ -1888,8 +1888,9 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether a row's only reader may overwrite its output, since the row's own backward pass does not
-// need it. The kernels' fuse() decides whether the reader's backward pass does.
+// Whether a row has only one reader, which may overwrite its output: neither the backward pass of
+// the row nor that of the row whose kernels wrote it reads the output. The kernels' fuse() decides
+// whether the reader's own backward pass allows it.
 static bool may_overwrite(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
@@ -1999,8 +2000,8 @@ static bool reads_row_of(const Net *net, size_t row, size_t writer) {
      2 conv         1
      3 batchnorm    2          its kernels also compute row 4; its residual is row 1
      4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
-   row 1 may, unless a later row reads it, too: the backward pass of such a row would run earlier
-   and write to the shared memory. */
+   row 1 may, unless row 3 itself or a later row also reads it: the backward pass of such a row would
+   write to the shared memory before the sum's gradient has been used. */
 static bool may_share_gradient(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
     const size_t writer = plans[plans[row].residual].computed_by;
@@ -2009,22 +2010,23 @@ static bool may_share_gradient(const Net *net, size_t row) {
     if (writer == 0)
         return false; // the residual is the images, which have no gradient
     if (plans[net->layers[row].input].computed_by == writer)
-        return false; // the same kernels write both of the sum's rows
+        return false; // row reads it, too, and would write its gradient over the sum's
     for (size_t i = row + 1; i < net->layer_count; i++)
         if (reads_row_of(net, i, writer))
             return false;
     return true;
 }
 
-/* The memory of a gradient. Backward runs from the last row to the first; it uses the gradient from
-   the last of its readers, which writes it, to the first of the rows that share it. */
+/* The memory of a gradient. Backward runs from the last row to the first: the gradient is in use
+   from row `first_written`, the last of its readers, down to row `last_used`, the first of the rows
+   that share it. */
 typedef struct GradientBlock {
-    size_t first_row, last_row;
+    size_t first_written, last_used;
     size_t size, offset; // in bytes
 } GradientBlock;
 
 static bool overlap_in_time(const GradientBlock *a, const GradientBlock *b) {
-    return a->first_row <= b->last_row && b->first_row <= a->last_row;
+    return a->last_used <= b->first_written && b->last_used <= a->first_written;
 }
 
 static bool overlap_in_memory(const GradientBlock *a, const GradientBlock *b) {
@@ -2057,7 +2059,8 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
 }
 
 // same_memory_as[row] = the row whose memory the row's gradient shares, or the row itself. A row
-// that is computed in place or fused uses its input's gradient; so may a residual.
+// that is computed in place or fused uses its input's gradient; so may a residual. Rows are visited
+// from the last one down, so same_memory_as[i] is final when it is copied.
 static void find_shared_gradients(const Net *net, size_t *same_memory_as) {
     for (size_t i = 0; i < net->layer_count; i++)
         same_memory_as[i] = i;
@@ -2071,13 +2074,13 @@ static void find_shared_gradients(const Net *net, size_t *same_memory_as) {
 
 static GradientBlock gradient_block_of(const Net *net, size_t row, const size_t *same_memory_as) {
     const Layer *l = &net->layers[row];
-    GradientBlock block = {.first_row = row, .last_row = row};
+    GradientBlock block = {.first_written = row, .last_used = row};
     block.size = align_up(net->max_batch * shape_size(l->out)) * element_bytes_of(net, l);
     for (size_t i = 1; i < net->layer_count; i++) {
         if (same_memory_as[i] == row)
-            block.first_row = min_size(block.first_row, i);
+            block.last_used = min_size(block.last_used, i);
         if (reads_of(&net->layers[i], row) > 0)
-            block.last_row = max_size(block.last_row, i);
+            block.first_written = max_size(block.first_written, i);
     }
     return block;
 }
@@ -2180,7 +2183,8 @@ static void check_row(const Net *net, size_t i) {
 }
 
 // Sets the offsets of a row's arrays, for at most max_images. The scratch memory must also suffice
-// for a training batch, which may be smaller: some kernels need more scratch for fewer images.
+// for a training batch, which may be smaller: GPU kernels split a product's sum into more parts if
+// there are fewer images.
 static void plan_row(Net *net, size_t i, size_t max_images) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -2896,7 +2900,7 @@ static void sgd_naive(Update u) {
 
 // ---- The update of all parameters
 
-// What is known about an optimizer. The function that makes its update is in Kernels.
+// The properties of an optimizer. The function that makes its update is in Kernels.
 typedef struct Optimizer {
     double lr; // the default
     size_t state_count;
@@ -3598,7 +3602,7 @@ static void blur_weights(float weights[ELASTIC_REACH + 1]) {
 }
 
 // to[y][x] = sum over d from -3 sigma to 3 sigma of weights[|d|] * from[y + d * dy][x + d * dx],
-// where pixels outside of the image count as 0
+// where pixels outside the image count as 0
 static void blur(float *to, const float *from, Shape s, ptrdiff_t dy, ptrdiff_t dx) {
     float weights[ELASTIC_REACH + 1];
     blur_weights(weights);
@@ -3717,7 +3721,7 @@ static real interpolate(const real *image, Shape s, Neighbours rows, Neighbours 
         const size_t down = i / 2, right = i % 2;
         const size_t y = rows.first + down, x = columns.first + right;
         const float weight = neighbour_share(rows, down) * neighbour_share(columns, right);
-        if (weight > 0) // otherwise, the pixel may be outside of the image
+        if (weight > 0) // otherwise, the pixel may be outside the image
             sum = fmaf(weight, (float)image[(y * s.w + x) * s.c + c], sum);
     }
     return sum;
@@ -4300,7 +4304,9 @@ static void broadcast(Communicator *c, real *data, size_t count) {
     team_barrier(c);
 }
 
-enum { GATHER_CHUNK = 4096 }; // bytes; comm_plan() makes the buffers larger by one chunk
+// In bytes. comm_plan() makes the buffers larger by one chunk, since those of a tiny network are
+// smaller than that.
+enum { GATHER_CHUNK = 4096 };
 
 // Threads of one process read the other ranks' bytes where they are.
 static void gather_from_team(Communicator *c, char *all, size_t bytes) {
@@ -5087,10 +5093,10 @@ static void locate_tensors(const TensorFile *f, Tensor *list, size_t count) {
 // finite and, if they are means of squares, not negative.
 static void store_values(const TensorFile *f, const Tensor *t, Net *net) {
     const real *values = net->staging[0];
-    const char *range = t->not_negative ? " from 0 on" : "";
+    const char *range = t->not_negative ? ", non-negative" : "";
     for (size_t i = 0; i < t->count; i++)
         if (!isfinite(values[i]) || (t->not_negative && values[i] < 0))
-            die(1, "%s: %s: expected finite numbers%s, found %g", f->path, t->name, range,
+            die(1, "%s: %s: expected finite%s numbers, found %g", f->path, t->name, range,
                 (double)values[i]);
     if (t->filter.h) {
         reorder_weight(net->staging[1], values, t->filter, t->count / shape_size(t->filter),
@@ -5890,9 +5896,10 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
 
 /* ---- The clock of train(). Each line there begins with AT(...), except for while, if and else.
    AT() sets a mark: the end of the previous line and the beginning of this one, whose time is also
-   added to a phase of the step. Since a GPU executes later what the program queues, times are
-   read only when they are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS,
-   which was mark m - CLOCK_MARKS before; the line that begins there must have been read by then:
+   added to a phase of the step. Since a GPU runs queued work asynchronously, times are read only
+   when they are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS, which was
+   mark m - CLOCK_MARKS before. So at most CLOCK_MARKS - 1 marks may be unread when it is set: the
+   one at which the running line begins, and CLOCK_MARKS - 2 before it.
 
      mark           0        1        2        3        4
                     | line 0 | line 1 | line 2 | line 3 | the running line
@@ -5922,7 +5929,7 @@ static void clock_charge(LineClock *c, double *phase) {
 
 // Sets the next mark, at which this line begins. Line 0 stands for the time outside of train().
 static void clock_mark(LineClock *c, int line, double *phase) {
-    clock_read_times(c, CLOCK_MARKS - 2); // this mark's event must be free; see above
+    clock_read_times(c, CLOCK_MARKS - 2);
     const size_t mark = c->marks_set % CLOCK_MARKS;
     c->at_mark[mark].line = line;
     c->at_mark[mark].phase = phase;
@@ -6466,8 +6473,8 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
 
 /* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
    epoch's sums and to steps.csv, and gathers their requests. Ends the run if a gradient was not
-   finite. The running line of train() is charged to the next step, since this step's row has been
-   written. */
+   finite. The running line of train() points to a row of `steps` that is empty after this: it is
+   charged to the first row of the next interval. */
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_read_times(&run->clock, 0);
@@ -6477,7 +6484,7 @@ static void flush_steps(Run *run, EpochResult *e) {
         add_step(run, e, i);
     memset(r->steps, 0, r->buffered_steps * sizeof *r->steps);
     r->buffered_steps = 0;
-    clock_charge(&run->clock, &r->steps[0].phases[OTHER]); // its phase was in a row just cleared
+    clock_charge(&run->clock, &r->steps[0].phases[OTHER]);
     if (r->steps_csv)
         flush(r->steps_csv, "steps.csv");
 }
@@ -6813,7 +6820,7 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
 // Memory bandwidth in bytes per second, measured by out = in + residual
 static double measure_bandwidth(const Run *run) {
     const Kernels *k = run->kernels;
-    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // many images, for all threads
+    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // small images: many of them
     const Work w = {.l = &row,
                     .n = BANDWIDTH_NUMBERS / row.out.c,
                     .in = run->bandwidth_arrays[0],
@@ -6923,7 +6930,7 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
 }
 
 /* Prints the median time of each row on a training batch, next to the limits of this machine. A
-   fused row has no line of its own: its time is part of the row's into which it is fused. */
+   fused row has no line of its own: its time is included in the row into which it is fused. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->layer_count * sizeof *times, "the layers' times");
@@ -7170,8 +7177,9 @@ static _Noreturn void die_no_position(const TensorFile *f) {
         (int)strcspn(f->metadata, "\n"), f->metadata);
 }
 
-// Reads from a checkpoint's metadata the position and what else changes during a run. The position
-// is set before the comparison, so that only settings can differ.
+// Reads from a checkpoint's metadata the position and what else changes during a run. The
+// comparison writes this run's metadata anew and compares the texts: once the position is that of
+// the checkpoint, only settings can differ.
 static void read_position(Run *run, const TensorFile *f) {
     static const char format[] = "format=pt epoch=%9zu batch=%9zu";
     const int numbers = sscanf(f->metadata, format, &run->epoch, &run->batch_index);
@@ -7381,14 +7389,15 @@ static void setup_settings(Run *run, int argc, char **argv) {
 static void use_device(Run *run) {
     const Communicator *c = &run->comm;
     size_t ranks_per_device = c->replicas; // of this process, on a CPU
-    if (run->settings.gpus > 0)
+    if (run->device->is_gpu)
         ranks_per_device = ceil_div(c->replicas, run->devices);
     run->device->use(c->replica, c->device_number, die);
     run->device->describe(&run->device_info);
     run->device_info.memory /= (double)ranks_per_device;
 }
 
-// Kernels number i of a GPU or of the CPU, the best ones last, and NULL after these
+// Returns the i-th table of kernels of a GPU or of the CPU, from the slowest to the fastest, or
+// NULL after the last one.
 static const Kernels *kernels_of(bool gpu, size_t i) {
     if (gpu)
         return cuda_kernels(i);
@@ -7701,6 +7710,7 @@ static void setup_epoch(Run *run) {
     const Settings *s = &run->settings;
     run->epoch_images = ceil_div(run->train_set.count, count_loaders(&run->comm));
     run->epoch_steps = ceil_div(run->epoch_images, s->batch_size);
+    // One more, for what a step does after log_step() has written the others
     run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
 }
 
@@ -8073,8 +8083,8 @@ static void finish_step(Run *run, const Batch *batch) {
 }
 
 /* AT(phase, statement) executes the statement, and adds its time to this line of the profile and to
-   this phase of the step, which is a column of steps.csv. The statement may be an assignment. AT
-   uses the variable `run` of its function. */
+   this phase of the step, which is a column of steps.csv; what follows log_step() counts towards
+   the next step. The statement may be an assignment. AT uses the variable `run` of its function. */
 #define AT(phase, ...)                                                               \
     do {                                                                             \
         clock_line(&run->clock, __LINE__,                                            \
@@ -8191,7 +8201,8 @@ static void train_epochs(Run *run) {
     while (!training_is_over(run)) {
         train_epoch(run, result);
         if (end_requested(run) && run->batch_index > 0) {
-            if (!run->checkpointing.due) // if it was due, finish_step() has saved it
+            // finish_step() has saved what was due; the request may have come after it.
+            if (!run->checkpointing.due)
                 save_checkpoint(run);
             return;
         }

@@ -6,12 +6,9 @@ set -u
 : "${suite:?}"
 export LC_ALL=C
 unset SLURM_CPUS_PER_TASK
-# Open MPI: root may start ranks, more of them than there are cores, and they use loopback only. The memory that
-# PMIx shares between the processes of a machine now and then ends MPI_Init with a segmentation fault
-# (openpmix/openpmix #1114): do without.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
-export OMPI_MCA_btl_tcp_if_include=lo OMPI_MCA_oob_tcp_if_include=lo PMIX_MCA_gds=hash
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
+# shellcheck source=tests/open_mpi.sh
+source "$repo/tests/open_mpi.sh" || exit 1
 cnn=$(realpath -e "${CNN:-$repo/cnn}") || exit 1
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT

@@ -38,6 +38,7 @@ unset CNN "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVIC
 export CUEMU_DEVICES=4
 # Open MPI's processes would take two nodes with one name and one memory for one node.
 export OMPI_MCA_btl=self,tcp
+unset OMPI_MCA_rmaps_base_oversubscribe # Slurm says how many slots there are
 tiny=(--model cifar --dataset synthetic --limit-train 64 --limit-test 16 --batch-size 16 --epochs 1)
 mkdir "$tmp/gpus"
 mknod "$tmp/gpus/0" c 1 3 2>"$err" || skip_all "no device files can be made here"

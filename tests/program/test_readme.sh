@@ -13,8 +13,9 @@ unset SLURM_CPUS_PER_TASK MAKEFLAGS MAKELEVEL
 # One architecture, for which make test-all has compiled the kernels before: make repeats that when they change.
 export MAKEFLAGS=CUDA_ARCH=sm_80
 [ -z "${QUICK:-}" ] || MAKEFLAGS='NO_CUDA=1 OPT=-O0 EMU_OPT=-O1'
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 1
+# shellcheck source=tests/open_mpi.sh
+source "$repo/tests/open_mpi.sh" || exit 1
 built=$(realpath -m "${CNN:-$repo/cnn}")
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT

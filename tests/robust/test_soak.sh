@@ -2,8 +2,9 @@
 # Training that gets SIGTERM, SIGINT, SIGUSR1 or SIGKILL at random times, again and again, and is resumed
 # each time: with two replicas, and with two MPI ranks, of which one is killed. No run may hang, and in
 # the end the checkpoint must be that of an undisturbed run, byte by byte.
-# Under MPI the ranks get the signals, as from Slurm, and not mpirun, and not before they have left MPI_Init:
-# while it starts its ranks, Open MPI 4.1's mpirun can crash when it has to forward one (7 of 240 times).
+# Under MPI the signals go to the ranks, as from Slurm, not to mpirun: Open MPI 4.1's mpirun can crash when it
+# has to forward one while it starts its ranks (7 of 240 times). They are sent only once a rank has printed
+# something, that is, after MPI_Init, whose failures are Open MPI's.
 # CNN=PATH: another binary. SIGNALS=N: so many of each kind (default 4); SECONDS_LONG=N: as many as fit.
 # SEED=N: other random numbers.
 # Prints `pass soak/NAME`, `fail soak/NAME: expected ..., found ...` or `skip soak/NAME: why`.
@@ -21,7 +22,7 @@ cnn_processes() {
     if [ ${#launcher[@]} -eq 0 ]; then
         echo "$1"
     else
-        pgrep -P "$1" "^cnn"
+        pgrep -r R,S,D,T -P "$1" "^cnn" # no zombies
     fi
 }
 
@@ -47,7 +48,7 @@ ended() {
     if kill -0 "$1" 2>/dev/null; then
         ps -o pid,ppid,etime,stat,wchan:20,args -p "$1" --ppid "$1"
         if cnn_processes "$1" >/dev/null; then
-            found+="hangs after SIG$signal; "
+            found+="hangs${signal:+ after SIG$signal}; "
         else
             echo "mpirun hangs although its ranks have ended"
         fi
@@ -60,10 +61,10 @@ ended() {
 # one_life: starts or resumes the run, sends signals, of which SIGUSR1 may let it live
 one_life() {
     "${launcher[@]}" "$cnn" "${options[@]}" --checkpoint ck --out run --resume >"$out" 2>"$err" </dev/null &
-    local pid=$! next
+    local pid=$! next begin=$SECONDS
     signal=
     sleep "$(moment)"
-    while kill -0 $pid 2>/dev/null; do
+    while kill -0 $pid 2>/dev/null && [ $((SECONDS - begin)) -lt 120 ]; do
         next=${signals[RANDOM % 4]}
         if send "$next" $pid; then
             signal=$next

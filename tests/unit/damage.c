@@ -95,7 +95,7 @@ static void test_negative_variance(void) {
     if (e.status != 0)
         fail("1: status %x, \"%.200s\"", (unsigned)e.status, e.text);
     write_variance(-1);
-    expect_refusal("a negative variance", "expected finite numbers from 0 on");
+    expect_refusal("a negative variance", "expected finite, non-negative numbers");
     verdict("checkpoint: a negative variance is refused");
 }
 
