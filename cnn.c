@@ -1441,21 +1441,18 @@ static void sync_folder(const char *file) {
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool discarded = *f->path == 0;
-    if (discarded) {
-        fclose(f->stream);
-        return;
-    }
+    const bool kept = *f->path != 0;
     if (fflush(f->stream) != 0 || ferror(f->stream))
         die_file("cannot write", f->temporary);
-    if (fsync(fileno(f->stream)) != 0)
+    if (kept && fsync(fileno(f->stream)) != 0)
         die_file("cannot write", f->temporary);
     if (fclose(f->stream) != 0)
         die_file("cannot write", f->temporary);
-    if (rename(f->temporary, f->path) != 0)
+    if (kept && rename(f->temporary, f->path) != 0)
         die_file("cannot write", f->path);
     unfinished = NULL;
-    sync_folder(f->path);
+    if (kept)
+        sync_folder(f->path);
 }
 
 // ---- Limits of the machine
