@@ -1997,8 +1997,8 @@ static bool reads_row_of(const Net *net, size_t row, size_t writer) {
      2 conv         1
      3 batchnorm    2          its kernels also compute row 4; its residual is row 1
      4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
-   row 1 may, unless row 3 itself or a later row also reads it: the backward pass of such a row would
-   write to the shared memory before the sum's gradient has been used. */
+   row 1 may, unless row 3 itself or a later row also reads it: the backward pass of such a row
+   would write to the shared memory before the sum's gradient has been used. */
 static bool may_share_gradient(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
     const size_t writer = plans[plans[row].residual].computed_by;
