@@ -114,8 +114,9 @@ lane() {
 mine=''
 [ -n "${COMPILED:-}" ] || { mine=$(mktemp -d) && export COMPILED=$mine; } || exit 1
 lane 1 "$@" &
+first=$! # a process substitution in lane 2 changes $!
 lane 2 "$@"
 status=$?
-wait $! || status=1
+wait $first || status=1
 [ -z "$mine" ] || rm -rf "$mine"
 exit $status
