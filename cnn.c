@@ -1508,8 +1508,8 @@ static double cgroup_limit(const char *cgroup_file, const char *root) {
     return limit;
 }
 
-// The memory, in bytes, that the Slurm job of this process allows on this machine. Slurm
-// states it in MB, for the machine or for each core.
+// The memory, in bytes, that the Slurm job of this process allows on this machine. Slurm states it
+// in MB, for the machine or for each core.
 static double slurm_limit(void) {
     const size_t mb_of_machine = environment_number("SLURM_MEM_PER_NODE");
     const size_t mb_per_core = environment_number("SLURM_MEM_PER_CPU");
@@ -1885,9 +1885,9 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether a row has only one reader, which may overwrite its output: neither the backward pass of
-// the row nor that of the row whose kernels wrote it reads the output. The kernels' fuse() decides
-// whether the reader's own backward pass allows it.
+// Whether a row has only one reader, which may overwrite its output: neither the row's backward
+// pass reads the output, nor does the one of the row whose kernels wrote it. The kernels' fuse()
+// decides whether the reader's own backward pass allows it.
 static bool may_overwrite(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
@@ -4301,8 +4301,8 @@ static void broadcast(Communicator *c, real *data, size_t count) {
     team_barrier(c);
 }
 
-// In bytes. comm_plan() makes the buffers larger by one chunk, since those of a tiny network are
-// smaller than that.
+// In bytes. comm_plan() makes the buffers larger by one chunk, since a tiny network's buffers would
+// be smaller than a chunk.
 enum { GATHER_CHUNK = 4096 };
 
 // Threads of one process read the other ranks' bytes where they are.
