@@ -89,10 +89,12 @@ endif
 HAVE_TORCH = $(shell tests/python_with.sh torch)
 # Whether parts of this folder are wanted: without PARTS, all are.
 parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
+# make test leaves them to make test-all, unless they are named.
+PTX_WANTED = $(if $(PARTS),$(filter ptx/%,$(PARTS)),$(if $(QUICK),,all))
 TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test_double) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
-	$(if $(and $(call parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
+	$(if $(and $(PTX_WANTED),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
 	$(if $(call parts_of,robust),build/cnn-cpu) \
 	$(if $(call parts_of,labs),$(if $(shell command -v $(CXX) 2>/dev/null),build/emu_see_kernels) \
 		$(if $(HAVE_PTX),build/ptx/see_kernels)) \

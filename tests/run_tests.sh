@@ -4,7 +4,7 @@
 #   tests/run_tests.sh [PART...]      for example tests/run_tests.sh unit/float program/test_cli.sh
 #
 # make test builds what the parts use and calls this program; `make test PARTS='unit/float'` runs one.
-# QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time; one more than
+# QUICK=1: without repetitions (`make test`). CNN=PATH: the program to test. JOBS=N: parts at a time; two more than
 # there are cores if not given, since some wait, for Slurm or for the moment at which they send a signal.
 # AGAIN: the call of make, to show how to repeat a part. A part prints lines `pass NAME`, `fail NAME: why` and
 # `skip NAME: why`; its whole output stays in build/tests. A part that breaks off, hangs, prints no verdict, or leaves a
@@ -65,7 +65,7 @@ cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 
 # What `make test` leaves to `make test-all` unless it is named: tools for those who change the kernels and who grade,
 # and what the other parts test in another way.
-only_in_all='gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh ptx/test_ptx.sh labs/test_seeds.sh robust/test_soak.sh'
+only_in_all='labs/test_grade.sh gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh ptx/test_ptx.sh labs/test_seeds.sh robust/test_soak.sh'
 
 # The python3 of a version manager is often a shell script, whose start takes longer than most of our calls.
 real=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))' 2>/dev/null)
@@ -161,7 +161,7 @@ for part; do
 done
 rm -rf "$logs" && mkdir -p "$logs" && paths >"$logs/paths" || exit 1
 begin=$SECONDS n=0
-for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(($(nproc) + 1))}" -L 1 bash "$self" --part
+for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(($(nproc) + 2))}" -L 1 bash "$self" --part
 
 left_in_tree "$logs/paths" "$logs"/*.log >"$logs/left_in_tree.log"
 cat "$logs"/*.log | grep -a '^skip '

@@ -599,6 +599,7 @@ END
 # labs/figures/make.sh with a tiny run, and its table with a mistake
 test_figures() {
     local figure
+    [ -z "${QUICK:-}" ] || { skip figures "QUICK=1" && return; }
     has_plotter || return
     (cd "$repo" && CNN=$cnn labs/figures/make.sh "$tmp/figures" --dataset synthetic --limit-train 640 \
         --limit-test 100) >"$out" 2>"$err"

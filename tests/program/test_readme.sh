@@ -6,13 +6,13 @@
 # example that differs from run to run.
 # Prints `pass readme/NAME`, `fail readme/NAME: why` or `skip readme/NAME: why`.
 # QUICK=1: what takes long is skipped; ./cnn is that of the project, if it is up to date, and from the first change
-# of the sources on it is built without optimization and without CUDA; what that ./cnn and ./cnn-emu run gets fewer images.
+# of the sources on it is built without optimization and without CUDA, and gets fewer images; the emulator is not built.
 set -u
 export LC_ALL=C
 unset SLURM_CPUS_PER_TASK MAKEFLAGS MAKELEVEL
 # One architecture, for which make test-all has compiled the kernels before: make repeats that when they change.
 export MAKEFLAGS=CUDA_ARCH=sm_80
-[ -z "${QUICK:-}" ] || MAKEFLAGS='NO_CUDA=1 OPT=-O0 EMU_OPT=-O1'
+[ -z "${QUICK:-}" ] || MAKEFLAGS='NO_CUDA=1 OPT=-O0'
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 1
 # shellcheck source=tests/open_mpi.sh
 source "$repo/tests/open_mpi.sh" || exit 1
@@ -74,9 +74,10 @@ not_run() {
 # More than a few seconds, or what tests/program/ tests elsewhere
 takes_long() {
     case $1 in
-        make\ ablation* | 'make build/cnn-O0' | for\ lr\ *) ;;
+        make\ ablation* | make\ plots* | 'make build/cnn-O0' | for\ lr\ *) ;;
+        'make cnn cnn-emu' | *'--model gelu '* | ./cnn-emu*) ;;
         make) [ cnn -nt cnn.c ] ;; # built above
-        'make run' | 'make emulate' | 'make count' | 'make see '* | CUEMU_DEVICES=* | ./cnn-count* | './cnn-emu --dataset '*) ;;
+        'make run' | 'make emulate' | 'make count' | 'make see '* | CUEMU_DEVICES=* | ./cnn-count*) ;;
         gcc\ * | *'--model lenet'* | *'--model resnet8'* | *--checkpoint* | *' --out two' | *' --out n'[12]) ;;
         mpirun\ * | *' --out run --profile '* | make\ study* | make\ cpu* | make\ report* | make\ verify* | labs/tools/*) ;;
         *) return 1 ;;
@@ -93,9 +94,7 @@ smaller() {
         make\ ablation\ RUNGS=*) echo " LIMIT=16 REPEATS=2" ;;
     esac
     [ -z "${QUICK:-}" ] || case $1 in
-        *'--model gelu '* | *'--model strided '* | './cnn-emu --model cifar '*)
-            echo " --limit-train 40 --limit-test 8 --batch-size 8"
-            ;;
+        *'--model strided '*) echo " --limit-train 40 --limit-test 8 --batch-size 8" ;;
     esac
 }
 
