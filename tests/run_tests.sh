@@ -145,6 +145,20 @@ by_folder() {
     done
 }
 
+# in_memory: keeps temporary files in memory if there is room, since each run of ./cnn syncs a dozen files to the disk.
+in_memory() {
+    local free folder
+    [ -z "${TMPDIR:-}" ] || return
+    free=$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
+    [ "${free:-0}" -gt $((4 << 20)) ] || return
+    folder=$(mktemp -d /dev/shm/cnn-tests.XXXXXX) || return
+    # shellcheck disable=SC2064 # this folder
+    trap "rm -rf '$folder'" EXIT
+    chmod 711 "$folder" # see watched()
+    # on some machines no program may run there
+    ! { cp "$(type -P true)" "$folder" && "$folder/true"; } 2>/dev/null || export TMPDIR=$folder
+}
+
 if [ "${1:-}" = --part ]; then # xargs calls this program again for each part
     run_part "${@:2}"
     exit 0
@@ -160,6 +174,7 @@ for part; do
     exit 2
 done
 rm -rf "$logs" && mkdir -p "$logs" && paths >"$logs/paths" || exit 1
+in_memory
 begin=$SECONDS n=0
 for part; do echo "$part $((++n)) $#"; done | xargs -P "${JOBS:-$(($(nproc) + 2))}" -L 1 bash "$self" --part
 

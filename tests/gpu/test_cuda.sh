@@ -2,8 +2,8 @@
 # Tests the GPU's kernels on the CPU, by the emulator in cuda_on_cpu.h: each operation against its
 # definition, races, accesses out of range, whole runs of ./cnn-emu against the CPU's; and whether
 # bugs inserted into the kernels are noticed.
-# CC, CXX, CLANGXX=COMPILER, ARCH as for make. QUICK=1: fewer shapes, precisions and runs, no sanitizers,
-# no bugs. LONG=1: all bugs, else a fifth of them; more orders of threads.
+# CC, CXX, CLANGXX=COMPILER, ARCH as for make. QUICK=1: fewer shapes, precisions and runs, no sanitizers, no bugs.
+# LONG=1: all of it; else, by turns of days, all shapes and accesses out of range, or races and a fifth of the bugs.
 # Prints `pass cuda/NAME`, `fail cuda/NAME: expected ..., found ...` or `skip cuda/NAME: why`.
 # shellcheck disable=SC2317 # some functions are called by xargs only
 suite=cuda
@@ -24,6 +24,11 @@ export CUEMU_STRICT=1
 ulimit -c 0
 build=$repo/build/cuda
 mkdir -p "$build"
+
+not_this_half=$([ -n "${QUICK:-}" ] && echo QUICK=1 || echo "another day; LONG=1: today")
+# half I: whether half 0 or 1 of what takes longest is tried. They change every second day, since make test-all runs
+# this part in full on every second day.
+half() { [ -z "${QUICK:-}" ] && { [ -n "${LONG:-}" ] || [ $(($(day) / 2 % 2)) -eq "$1" ]; }; }
 
 # kernels COMPILER OPTIONS... -o OBJECT <KERNELS.cu: compiled for the emulator
 kernels() {
@@ -53,19 +58,20 @@ checked() {
 }
 
 test_kernels() {
-    local order hashes kernels=all lazy=()
+    local order hashes kernels=all lazy=() shapes=''
     [ -z "${QUICK:-}" ] || kernels=tiny lazy=(CUEMU_LAZY=1 CUEMU_PROTECT=1) # as when bugs are inserted
+    half 0 || shapes=few
     cp "$repo/build/emu_test_cuda" "$build/plain"
     cp "$repo/build/emu_test_tensor" "$build/layouts"
     checked layouts layouts all
-    checked order_0 plain CUEMU_ORDER=0 "${lazy[@]}" all
+    checked order_0 plain CUEMU_ORDER=0 "${lazy[@]}" ${shapes:+QUICK=1} all
     checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 "$kernels"
     hashes=$(for order in 0 1 7; do
         CUEMU_ORDER=$order CUEMU_CORES=$((order % 2 + 1)) "$build/plain" weights
     done | sort | uniq -c | awk '{ print $1, $2 }' | paste -sd ,)
     same "equal_bits_in_any_order" "3 bf16,3 cifar,3 mnist,3 resnet8" "$hashes"
-    [ -z "${QUICK:-}" ] || { skip sanitizers "QUICK=1" && return; }
     [ -z "${LONG:-}" ] || checked order_7 plain CUEMU_ORDER=7 CUEMU_LAZY=1 QUICK=1 all
+    half 0 || { skip sanitizers "$not_this_half" && return; }
     make_program address "$cxx" -O1 -g -fsanitize=address,alignment -fno-sanitize-recover=all
     checked address address QUICK=1 all
 }
@@ -576,12 +582,12 @@ test_memory
 test_lab5
 test_bugs_apply
 test_blind_graphs
-if [ -n "${QUICK:-}" ]; then
-    skip races "QUICK=1"
-    skip mutations "QUICK=1"
-else
+if half 1; then
     test_races
     test_mutations
+else
+    skip races "$not_this_half"
+    skip mutations "$not_this_half"
 fi
 rm -rf "$build"
 exit 0
