@@ -5189,13 +5189,10 @@ static uint64_t hash_weights(Net *net) {
 // number of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
-/* Whether a resumed run may have a different value for an option.
-   FREE               It may. (--batch-size is FREE, since --global-batch is compared.)
-   FIXED              It may not, since the value changes the result. Checkpoints hold it, and
-                      --resume compares it.
-   FIXED_OMIT_ZERO    The same, but checkpoints omit the first choice and the number 0, so that a
-                      checkpoint from before the option existed can be resumed. */
-typedef enum { FREE, FIXED, FIXED_OMIT_ZERO } ResumeRule;
+// Whether a resumed run may have a different value for an option. It may not if the value is FIXED,
+// since it changes the result: checkpoints hold it, and --resume compares it. (--batch-size is
+// FREE, since --global-batch is compared.)
+typedef enum { FREE, FIXED } ResumeRule;
 
 typedef struct Option {
     const char *name;
@@ -5239,7 +5236,7 @@ static const Option options[] = {
      "test on the first N images only (default: all)"},
     {"--augment", AS_CHOICE(augment, "none|crop-flip|elastic"), "none", FIXED,
      "how the training images vary from epoch to epoch"},
-    {"--resize", AS_COUNT(resize, "N", 0, 1024), "0", FIXED_OMIT_ZERO,
+    {"--resize", AS_COUNT(resize, "N", 0, 1024), "0", FIXED,
      "enlarge images to N x N pixels, a multiple of their size; 0: leave them as they are"},
     {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE, "images per training step"},
     {"--test-batch-size", AS_COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
@@ -5277,9 +5274,9 @@ static const Option options[] = {
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
     {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED_OMIT_ZERO,
+    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED,
      "GPU: all but fp32 use tensor cores (default: fp32; with --kernels tensor: tf32)"},
-    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED_OMIT_ZERO,
+    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED,
      "GPU: nchw transposes around each convolution, to see what it costs"},
     {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
      "fused: one update of all parameters; per-tensor: one for each tensor, for comparison"},
@@ -5680,7 +5677,7 @@ typedef struct EpochResult {
     double step_loss;      // its loss, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
     double train_loss_sum; // over all images
-    double train_correct;  // images classified correctly; NAN if unknown
+    double train_correct;  // images classified correctly
     double phases[PHASES]; // in seconds: sums over all steps and ranks
     double bytes_sent;     // by all ranks
     uint64_t weight_hash;
@@ -6315,19 +6312,16 @@ typedef enum { EPOCHS_LOG, STEPS_LOG } CsvLog;
 static const struct {
     const char *file;
     const char *position_format; // of the columns at the beginning of a row
-    const char *required_column; // a log without it was written by an older version
-} logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu", ",train_accuracy,"},
-            [STEPS_LOG] = {"steps.csv", "%zu,%zu", ",other_s,"}};
+} logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu"}, [STEPS_LOG] = {"steps.csv", "%zu,%zu"}};
 
-// Whether a resumed run keeps a row: the header, if it has this version's columns, and the rows
-// before the run's position
+// Whether a resumed run keeps a row: the header and the rows before the run's position
 static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
     const int numbers = sscanf(row, logs[kind].position_format, &epoch, &step);
     if (numbers < 1)
-        return strstr(row, logs[kind].required_column) != NULL; // it is the header
+        return true; // it is the header
     if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
@@ -7059,13 +7053,6 @@ static void write_profile(Run *run, int begin, int end) {
 
 // ---- Checkpoints of a run
 
-// Whether the text of an option is its first choice, or the number 0
-static bool is_zero(const Option *o, const char *text) {
-    if (o->kind == CHOICE)
-        return find_word(o->values, text) == 0;
-    return strcmp(text, "0") == 0;
-}
-
 // metadata = lines "key=value": the position, the settings that determine the result, and the sums
 // of the epoch so far
 static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
@@ -7077,17 +7064,14 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
         die_no_memory(METADATA_SIZE, "the metadata");
     fprintf(m, "format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->batch_index,
             run->comm.world);
-    for (const Option *o = options; o < options + OPTIONS; o++) {
-        const char *text = option_text(&run->settings, o);
-        if (o->on_resume == FIXED || (o->on_resume == FIXED_OMIT_ZERO && !is_zero(o, text)))
-            fprintf(m, "%s=%s\n", o->name + strlen("--"), text);
-    }
+    for (const Option *o = options; o < options + OPTIONS; o++)
+        if (o->on_resume == FIXED)
+            fprintf(m, "%s=%s\n", o->name + strlen("--"), option_text(&run->settings, o));
     if (run->kernels->precision == FP16)
         fprintf(m, "loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
     if (within_epoch)
-        fprintf(m, "images=%zu\ntrain_loss=%.17g\n", e->images, e->train_loss_sum);
-    if (within_epoch && !isnan(e->train_correct))
-        fprintf(m, "train_correct=%.17g\n", e->train_correct);
+        fprintf(m, "images=%zu\ntrain_loss=%.17g\ntrain_correct=%.17g\n", e->images,
+                e->train_loss_sum, e->train_correct);
     if (run->settings.schedule == SCHEDULE_COSINE)
         fprintf(m, "epochs=%zu\n", run->settings.epochs);
     if (fclose(m) != 0)
@@ -7119,8 +7103,8 @@ static void compare_lines(const char *path, const char *theirs, const char *ours
     const int found = (int)strcspn(theirs, "\n"), length = (int)strcspn(ours, "\n");
     if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
         die(EXIT_USAGE,
-            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value, or start "
-            "afresh from its weights with --load",
+            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value or, if an "
+            "older version of cnn wrote it, start afresh from its weights with --load",
             path, found, theirs, length, ours);
 }
 
@@ -7129,34 +7113,25 @@ static const char *line_after(const char *line) {
     return *line ? line + 1 : line;
 }
 
-// Dies unless the checkpoint's metadata is what this run has at the same position. Older versions
-// wrote an empty line `milestones=` for an option that was removed, and no last line `epochs=`.
+// Dies unless the checkpoint's metadata is what this run has at the same position.
 static void compare_with_checkpoint(const Run *run, const TensorFile *f) {
-    static const char removed[] = "milestones=\n";
     const char *theirs = f->metadata;
     char metadata[METADATA_SIZE];
     run_metadata(run, metadata);
     const char *ours = metadata;
     while (*ours) {
-        if (strncmp(theirs, removed, strlen(removed)) == 0)
-            theirs = line_after(theirs);
-        if (!*theirs && strncmp(ours, "epochs=", strlen("epochs=")) == 0)
-            return;
         compare_lines(f->path, theirs, ours);
         theirs = line_after(theirs);
         ours = line_after(ours);
     }
 }
 
-// Reads the sums of the epoch so far, if the metadata has them. Older versions wrote no
-// `train_correct=`.
+// Reads the sums of the epoch so far, if the metadata has them.
 static void read_epoch_sums(EpochResult *e, const char *metadata) {
     const char *line = strstr(metadata, "\nimages=");
-    if (!line)
-        return;
-    e->train_correct = NAN;
-    sscanf(line, " images=%18zu train_loss=%lf train_correct=%lf", &e->images, &e->train_loss_sum,
-           &e->train_correct);
+    if (line)
+        sscanf(line, " images=%18zu train_loss=%lf train_correct=%lf", &e->images,
+               &e->train_loss_sum, &e->train_correct);
 }
 
 // fp16: reads the loss scale, if the metadata has it, and copies it to the device.

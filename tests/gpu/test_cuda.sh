@@ -330,6 +330,10 @@ test_precisions() {
     train resumed "${overflow[@]}" --checkpoint "$tmp/fp16.ckpt" --resume
     holds skipped/resumed "the same weights" "others" \
         cmp "$tmp/skipped/model.safetensors" "$tmp/resumed/model.safetensors"
+    refused resumed/precision 2 "was saved with precision=fp16, but this run has precision=bf16" "${overflow[@]}" \
+        --precision bf16 --checkpoint "$tmp/fp16.ckpt" --resume
+    refused resumed/layout 2 "was saved with layout=nhwc, but this run has layout=nchw" "${overflow[@]}" \
+        --layout nchw --checkpoint "$tmp/fp16.ckpt" --resume
     # Finite losses and infinite gradients, since 1e-30 * 1e22 * 1e22 is finite and 1e22 * 1e22 is not.
     train extreme "${cifar[@]}"
     python not_finite/weights "$tmp/extreme/model.safetensors" "$tmp/extreme.safetensors" <<'EOF'

@@ -293,25 +293,14 @@ static void seed_cifar(void) {
     }
 }
 
-// A checkpoint as earlier versions wrote it, with a line for milestones
-static void seed_earlier_checkpoint(const char *path) {
-    char metadata[METADATA_SIZE], earlier[2 * METADATA_SIZE];
-    run_metadata(&run, metadata);
-    const char *after = strstr(metadata, "warmup-epochs=");
-    snprintf(earlier, sizeof earlier, "%.*smilestones=\n%s", (int)(after - metadata), metadata,
-             after);
-    save_tensors(&run.net, &optimizers[SGD], run.optimizer_state, earlier, path);
-}
-
 // What cnn itself writes, as a checkpoint and as weights alone.
 static void seed_resume(void) {
-    char paths[3][PATH_SIZE];
-    for (size_t i = 0; i < 3; i++)
+    char paths[2][PATH_SIZE];
+    for (size_t i = 0; i < 2; i++)
         snprintf(paths[i], sizeof paths[i], "%.4000s/seed%zu", getenv("SEEDS"), i);
     run.settings.checkpoint = paths[0];
     save_checkpoint(&run);
     save_tensors(&run.net, NULL, NULL, "format=pt\n", paths[1]);
-    seed_earlier_checkpoint(paths[2]);
 }
 
 static void seed_options(void) {
