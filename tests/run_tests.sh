@@ -146,6 +146,7 @@ by_folder() {
 }
 
 # in_memory: keeps temporary files in memory if there is room, since each run of ./cnn syncs a dozen files to the disk.
+# shellcheck disable=SC2031 # watched() changes TMPDIR for its command only
 in_memory() {
     local free folder
     [ -z "${TMPDIR:-}" ] || return
