@@ -89,16 +89,16 @@ endif
 HAVE_TORCH = $(shell tests/python_with.sh torch)
 # Whether parts of this folder are wanted: without PARTS, all are.
 parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
-# make test leaves them to make test-all, unless they are named.
-PTX_WANTED = $(if $(PARTS),$(filter ptx/%,$(PARTS)),$(if $(QUICK),,all))
+# The same of a folder whose parts make test leaves to make test-all
+all_parts_of = $(if $(PARTS),$(filter $(1)/%,$(PARTS)),$(if $(QUICK),,all))
 TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test_double) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
-	$(if $(and $(PTX_WANTED),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
+	$(if $(and $(call all_parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
 	$(if $(call parts_of,robust),build/cnn-cpu) \
 	$(if $(call parts_of,labs),$(if $(shell command -v $(CXX) 2>/dev/null),build/emu_see_kernels) \
-		$(if $(HAVE_PTX),build/ptx/see_kernels)) \
-	$(if $(and $(call parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
+		$(if $(QUICK),,$(if $(HAVE_PTX),build/ptx/see_kernels))) \
+	$(if $(and $(call all_parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
 	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
 .PHONY: test-programs
 test-programs:

@@ -63,9 +63,10 @@ program/test_containers.sh  tests/program/test_containers.sh
 cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 '
 
-# What `make test` leaves to `make test-all` unless it is named: tools for those who change the kernels and who grade,
-# and what the other parts test in another way.
-only_in_all='labs/test_grade.sh gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh ptx/test_ptx.sh labs/test_seeds.sh robust/test_soak.sh'
+# What `make test` leaves to `make test-all` unless it is named: a cluster, tools for those who change the kernels and
+# who grade, and what the other parts test in another way, as unit/ does with PyTorch's numbers.
+only_in_all='cluster/test_slurm.sh pytorch/live_pytorch.py pytorch/pytorch_weights.py labs/test_grade.sh'
+only_in_all+=' gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh ptx/test_ptx.sh labs/test_seeds.sh robust/test_soak.sh'
 
 # The python3 of a version manager is often a shell script, whose start takes longer than most of our calls.
 real=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))' 2>/dev/null)

@@ -114,7 +114,7 @@ test_hazards() {
 test_ptx() {
     local program=$repo/build/ptx/see_kernels kernel expected found
     if [ ! -x "$program" ]; then
-        skip ptx "make test builds build/ptx/see_kernels where there are nvcc and a CPU with AVX2"
+        skip ptx "make test-all builds build/ptx/see_kernels where there are nvcc and a CPU with AVX2"
         return
     fi
     for kernel in stride_1 stride_2 stride_32 shifted broadcast fours halves transpose transpose_padded two_to_a_bank \
