@@ -230,8 +230,8 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
    whose name ends in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
-   function sets x, and "x (+=)" that it adds to x. Only the shapes determine how a sum is split and
-   in which order it is added: the results are bit-identical for any --threads.
+   function sets x, and "x (+=)" that it adds to x. How a sum is split and in which order its parts
+   are added depends only on the shapes, so results are bit-identical for any --threads.
 
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
    contiguous, so that the compiler vectorises it: each output is still the same sum in the same
@@ -619,30 +619,34 @@ static void bn_batch_stats(Work w) {
         bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
 }
 
-// scale (=) of each channel, from the batch's statistics. Returns the means.
-static const real *bn_batch_scale(Work w, real *scale) {
+// scale (=) of each channel, from the batch's statistics
+static void bn_batch_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     for (size_t c = 0; c < channels; c++)
         scale[c] = w.weight[c] * w.stats[BATCH_INVERSE_STD * channels + c];
-    return w.stats + BATCH_MEAN * channels;
 }
 
-// scale (=) of each channel, from the running statistics. Returns the means.
-static const real *bn_running_scale(Work w, real *scale) {
+// scale (=) of each channel, from the running statistics
+static void bn_running_scale(Work w, real *scale) {
     const size_t channels = w.l->in.c;
     for (size_t c = 0; c < channels; c++)
         scale[c] =
             w.weight[c] * (1 / SQRT(w.stats[RUNNING_VARIANCE * channels + c] + (real)bn_eps));
-    return w.stats + RUNNING_MEAN * channels;
 }
 
 // out = (in - mean) * scale + bias
 static void batchnorm2d_forward_naive(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(w);
     real *restrict scale = w.scratch;
-    if (is_training(w))
+    const real *mean;
+    if (is_training(w)) {
         bn_batch_stats(w);
-    const real *mean = is_training(w) ? bn_batch_scale(w, scale) : bn_running_scale(w, scale);
+        bn_batch_scale(w, scale);
+        mean = w.stats + BATCH_MEAN * channels;
+    } else {
+        bn_running_scale(w, scale);
+        mean = w.stats + RUNNING_MEAN * channels;
+    }
     PARALLEL_FOR
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++)
@@ -1428,7 +1432,8 @@ static void atomic_open(AtomicFile *f, const char *path) {
         die_file("cannot create", f->temporary);
 }
 
-// Syncs the folder of a file, which holds its name. Some file systems cannot do that (EINVAL).
+// Syncs the folder that contains a file, so that the file's new name survives a crash. Some file
+// systems cannot do that (EINVAL).
 static void sync_folder(const char *file) {
     char path[PATH_SIZE];
     snprintf(path, sizeof path, "%s", file);
@@ -1614,7 +1619,8 @@ typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     RowMode mode;
     Fusion fused;           // what the kernels of this row compute as well
-    size_t residual;        // the row that an add, fused or not, adds; 0: none
+    size_t residual;        // the row that an add, fused or not, adds; 0: none, or the images
+    bool shares_gradient;   // the residual's gradient has the memory of the sum's
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;           // offset into saved: argmax of a max-pool, mask of a dropout
@@ -1674,7 +1680,7 @@ static const struct {
     // The comments at the rows name the arrays, first the forward pass's. A byte of a mask counts
     // as a quarter of an element.
     double in_accesses;  // of the input and the weights
-    double out_accesses; // of the output
+    double out_accesses; // of the output, and of the input where it has the same shape
     bool saves;          // a byte for each output: an argmax or a mask
     bool needs_out;
     size_t stats; // rows of statistics, with one number for each channel
@@ -1885,8 +1891,8 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether a row has only one reader, which may overwrite its output: neither the row's backward
-// pass reads the output, nor does the one of the row whose kernels wrote it. The kernels' fuse()
+// Whether a row has only one reader, which may overwrite the row's output: neither the backward
+// pass of the row nor that of the row whose kernels wrote it needs the output. The kernels' fuse()
 // decides whether the reader's own backward pass allows it.
 static bool may_overwrite(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
@@ -2058,14 +2064,16 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
 // same_memory_as[row] = the row whose memory the row's gradient shares, or the row itself. A row
 // that is computed in place or fused uses its input's gradient; so may a residual. Rows are visited
 // from the last one down, so same_memory_as[i] is final when it is copied.
-static void find_shared_gradients(const Net *net, size_t *same_memory_as) {
+static void find_shared_gradients(Net *net, size_t *same_memory_as) {
     for (size_t i = 0; i < net->layer_count; i++)
         same_memory_as[i] = i;
     for (size_t i = last_row(net); i > 0; i--) {
-        if (net->row_plans[i].mode != SEPARATE)
+        RowPlan *plan = &net->row_plans[i];
+        plan->shares_gradient = may_share_gradient(net, i);
+        if (plan->mode != SEPARATE)
             same_memory_as[net->layers[i].input] = same_memory_as[i];
-        if (net->row_plans[i].residual && may_share_gradient(net, i))
-            same_memory_as[net->row_plans[i].residual] = same_memory_as[i];
+        if (plan->shares_gradient)
+            same_memory_as[plan->residual] = same_memory_as[i];
     }
 }
 
@@ -2722,17 +2730,16 @@ static bool was_written(bool *written, size_t row) {
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
-    const size_t residual = net->row_plans[i].residual;
-    if (n == 0 || !has_kernels(&net->row_plans[i]))
+    const RowPlan *plan = &net->row_plans[i];
+    if (n == 0 || !has_kernels(plan))
         return;
     Work w = work_of(net, i, n, NULL);
     // The residual comes first, since kernels write dresidual before din. In x + x, both are the
     // same array.
-    if (residual) {
-        w.dresidual = doutput(net, residual);
-        if (w.dresidual == w.dout)
-            w.dresidual = NULL; // the same memory: nothing to copy
-        w.accumulate_residual = was_written(written, residual);
+    if (plan->residual) {
+        if (!plan->shares_gradient)
+            w.dresidual = doutput(net, plan->residual);
+        w.accumulate_residual = was_written(written, plan->residual);
     }
     w.accumulate = was_written(written, l->input);
     if (!w.din && l->weight_count == 0)
@@ -4024,11 +4031,11 @@ static void loader_free(Loader *loader) {
            the outputs, computes the loss, reduces the gradients and makes the update, while the
            others wait.
 
-   Up to rounding, both give the update of one device with the whole batch: the shares together are
-   that batch, random numbers follow an image's position, and the loss is the mean over the whole
-   batch. (If N does not divide the data, ddp's last batch repeats some images, as PyTorch's does.)
-   BatchNorm alone sees only a rank's share; rank 0's running statistics are kept. Each sum has a
-   fixed order, the ring's or, under dp, the ranks': the same N gives the same bits. */
+   Apart from rounding, both make the update of one device with the whole batch: the shares together
+   are that batch, random numbers follow an image's position, and the loss is the mean over the
+   whole batch. (If N does not divide the data, ddp's last batch repeats some images, as PyTorch's
+   does.) BatchNorm alone sees only a rank's share; rank 0's running statistics are kept. Sums are
+   added in a fixed order, around the ring or, under dp, by rank: the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
@@ -4075,8 +4082,8 @@ typedef struct Communicator {
     MemoryPlan plan;
 } Communicator;
 
-// Ranks wait in intervals of this many seconds. While this process is stopped, for example by
-// Ctrl-Z, only one interval counts towards --timeout.
+// Ranks wait in intervals of this many seconds. However long this process is stopped, for example
+// by Ctrl-Z, that counts as one interval towards --timeout.
 static const double wait_interval = .1;
 
 static _Noreturn void die_timeout(const Communicator *c, size_t awaited) {
@@ -4455,7 +4462,6 @@ static void dp_load(Communicator *c, double lr) {
     Net *net = c->net;
     const Shape image_shape = net->layers[0].out;
     net->device->set_step(net->step, (StepInputs){c->batch.key, lr});
-    net->images = NULL; // row 0 has its own memory again: test() has set this to a loader's batch
     const size_t count = c->batch.n * shape_size(image_shape);
     if (c->received_images) {
         dp_copy(c, c->received_images, c->batch.device_images, count);
@@ -5648,7 +5654,7 @@ static void catch_signals(void) {
     }
 }
 
-// Returns what this process was asked for since the last call, or 0.
+// Returns the request that has arrived since the last call, or 0 if there is none.
 static int take_request(void) {
     return __atomic_exchange_n(&requested, 0, __ATOMIC_RELAXED);
 }
@@ -5709,7 +5715,7 @@ typedef struct LineClock {
 typedef struct Checkpointing {
     size_t every; // epochs or, with by_steps, steps
     bool by_steps;
-    bool due;    // after this step or, at the end of an epoch, after its test
+    bool saved;  // the last step has saved its checkpoint
     int request; // gathered from all ranks and not yet handled, or 0
 } Checkpointing;
 
@@ -5916,9 +5922,10 @@ static void clock_read_times(LineClock *c, size_t unread) {
     }
 }
 
-// Charges the running line to another phase.
+// Charges the running line, if there is one, to another phase.
 static void clock_charge(LineClock *c, double *phase) {
-    c->at_mark[(c->marks_set - 1) % CLOCK_MARKS].phase = phase;
+    if (c->line_text)
+        c->at_mark[(c->marks_set - 1) % CLOCK_MARKS].phase = phase;
 }
 
 // Sets the next mark, at which this line begins. Line 0 stands for the time outside of train().
@@ -6004,7 +6011,8 @@ static void read_source_line(char *text, int size, FILE *source) {
         text[strcspn(text, "\n")] = 0;
 }
 
-// Prints lines `begin` to `end`, which are train(), with their times, like kernprof and as CSV.
+// Prints train(), lines `begin` to `end`, with the time of each line: to `out` in kernprof's
+// format, and to `csv`.
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
     double total = 0;
@@ -6124,6 +6132,7 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
     const double loss = e->train_loss_sum / images, accuracy = 100. * e->train_correct / images;
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
+    // The hash comes last: where the record has no field for it, it is ignored.
     print_record(f, form, record, e->epoch, e->images, e->seconds, trained / fmax(e->seconds, 1e-9),
                  e->loader_wait_s, loss, accuracy, e->test_seconds, e->test_loss, e->accuracy,
                  e->lr, hash);
@@ -6314,23 +6323,24 @@ static const struct {
     const char *position_format; // of the columns at the beginning of a row
 } logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu"}, [STEPS_LOG] = {"steps.csv", "%zu,%zu"}};
 
-// Whether a resumed run keeps a row: the header and the rows before the run's position
+// Whether a resumed run keeps a row: one before the run's position
 static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
         return false; // the run was killed while it wrote this row
-    const int numbers = sscanf(row, logs[kind].position_format, &epoch, &step);
-    if (numbers < 1)
-        return true; // it is the header
+    sscanf(row, logs[kind].position_format, &epoch, &step);
     if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
 }
 
-// How many bytes of a log a resumed run keeps: the rows before its position
+// How many bytes of a log a resumed run keeps: the header and the rows before its position
 static long length_kept(const Run *run, FILE *csv, CsvLog kind) {
     char row[1024];
-    long kept = 0;
+    const char *header = fgets(row, sizeof row, csv);
+    if (!header || !strchr(header, '\n'))
+        return 0;
+    long kept = ftell(csv);
     while (fgets(row, sizeof row, csv)) {
         if (!keeps_row(run, row, kind))
             return kept;
@@ -6364,7 +6374,7 @@ static FILE *open_log(const Run *run, CsvLog kind) {
     FILE *csv = fopen(path, "a+");
     if (!csv)
         die_file("cannot write", path);
-    if (run->settings.resume)
+    if (run->settings.resume && steps_done(run) > 0)
         kept = length_kept(run, csv, kind);
     truncate_log(csv, kept, path);
     if (kept == 0)
@@ -6436,6 +6446,11 @@ static void check_gpu_gradients(Run *run) {
 
 // ---- Steps and epochs
 
+// The running step, to which lines of train() are charged until buffer_step() ends it
+static StepResult *current_step(const Run *run) {
+    return &run->recorder.steps[run->recorder.buffered_steps];
+}
+
 // Adds step i of the buffer, from all ranks, to the epoch's sums and to steps.csv. Keeps the
 // largest request of the ranks: one to end the run is larger than one to save.
 static void add_step(Run *run, EpochResult *e, size_t i) {
@@ -6464,8 +6479,8 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
 
 /* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
    epoch's sums and to steps.csv, and gathers their requests. Ends the run if a gradient was not
-   finite. The running line of train() points to a row of `steps` that is empty after this: it is
-   charged to the first row of the next interval. */
+   finite. The running line of train() was to be charged to a row of `steps` that this empties: it
+   is charged to the first step of the next interval instead. */
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_read_times(&run->clock, 0);
@@ -6475,7 +6490,7 @@ static void flush_steps(Run *run, EpochResult *e) {
         add_step(run, e, i);
     memset(r->steps, 0, r->buffered_steps * sizeof *r->steps);
     r->buffered_steps = 0;
-    clock_charge(&run->clock, &r->steps[0].phases[OTHER]);
+    clock_charge(&run->clock, &current_step(run)->phases[OTHER]);
     if (r->steps_csv)
         flush(r->steps_csv, "steps.csv");
 }
@@ -6520,7 +6535,7 @@ static bool at_log_interval(const Run *run) {
 // Appends the result of a step to the buffer for steps.csv.
 static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, BatchLoss loss,
                         int request) {
-    StepResult *s = &run->recorder.steps[run->recorder.buffered_steps];
+    StepResult *s = current_step(run);
     run->recorder.buffered_steps++;
     s->epoch = e->epoch;
     s->step = batch->number + 1;
@@ -7098,13 +7113,19 @@ static void save_checkpoint(Run *run) {
                  run->settings.checkpoint);
 }
 
-// Dies unless this line of the checkpoint and this run's are the same.
+// Dies unless this line "key=value" of the checkpoint and this run's are the same.
 static void compare_lines(const char *path, const char *theirs, const char *ours) {
     const int found = (int)strcspn(theirs, "\n"), length = (int)strcspn(ours, "\n");
+    const size_t key_length = strcspn(ours, "=");
+    if (strncmp(theirs, ours, key_length + 1) != 0)
+        die(EXIT_USAGE,
+            "%s: expected %.*s in its metadata, found \"%.*s\"; another version of cnn wrote it: "
+            "start afresh from its weights with --load",
+            path, (int)key_length, ours, found, theirs);
     if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
         die(EXIT_USAGE,
-            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value or, if an "
-            "older version of cnn wrote it, start afresh from its weights with --load",
+            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value, or start "
+            "afresh from its weights with --load",
             path, found, theirs, length, ours);
 }
 
@@ -7113,7 +7134,7 @@ static const char *line_after(const char *line) {
     return *line ? line + 1 : line;
 }
 
-// Dies unless the checkpoint's metadata is what this run has at the same position.
+// Dies unless the checkpoint's metadata is what this run would write at the same position.
 static void compare_with_checkpoint(const Run *run, const TensorFile *f) {
     const char *theirs = f->metadata;
     char metadata[METADATA_SIZE];
@@ -7368,8 +7389,8 @@ static void use_device(Run *run) {
     run->device_info.memory /= (double)ranks_per_device;
 }
 
-// Returns the i-th table of kernels of a GPU or of the CPU, from the slowest to the fastest, or
-// NULL after the last one.
+// Returns the i-th table of kernels of a GPU or of the CPU, or NULL after the last one. They are in
+// ascending order of preference: choose_kernels() takes the last one that fits.
 static const Kernels *kernels_of(bool gpu, size_t i) {
     if (gpu)
         return cuda_kernels(i);
@@ -7701,8 +7722,8 @@ static double plan_run(Run *run, bool resident) {
 }
 
 // Plans the run. The data set stays on the device if at least 10 % of the memory remains free, or
-// if copying batches would need no less memory. Returns the bytes on the device, as plan_run()
-// does.
+// if copying it batch by batch would not save memory. Returns the bytes on the device, as
+// plan_run() does.
 static double plan_residency(Run *run) {
     enum { COPY_BATCHES = false, RESIDENT = true };
     if (!run->settings.resident || !run->device->is_gpu || run->comm.dp)
@@ -8049,20 +8070,18 @@ static void finish_step(Run *run, const Batch *batch) {
     run->graphs.kernels_loaded[step_kind(run, batch)] = true;
     advance_position(run);
     record_for_nsight(run, run->tracer.recording && steps_done(run) < run->tracer.end);
-    run->checkpointing.due = is_checkpoint_due(run);
-    if (run->checkpointing.due && run->batch_index > 0)
+    run->checkpointing.saved = run->batch_index > 0 && is_checkpoint_due(run);
+    if (run->checkpointing.saved)
         save_checkpoint(run);
 }
 
 /* AT(phase, statement) executes the statement, and adds its time to this line of the profile and to
    this phase of the step, which is a column of steps.csv; what follows log_step() counts towards
    the next step. The statement may be an assignment. AT uses the variable `run` of its function. */
-#define AT(phase, ...)                                                               \
-    do {                                                                             \
-        clock_line(&run->clock, __LINE__,                                            \
-                   &run->recorder.steps[run->recorder.buffered_steps].phases[phase], \
-                   #__VA_ARGS__);                                                    \
-        __VA_ARGS__;                                                                 \
+#define AT(phase, ...)                                                                      \
+    do {                                                                                    \
+        clock_line(&run->clock, __LINE__, &current_step(run)->phases[phase], #__VA_ARGS__); \
+        __VA_ARGS__;                                                                        \
     } while (0)
 
 enum { TRAIN_BEGINS = __LINE__ + 3 }; // the line with "static void train"
@@ -8120,6 +8139,7 @@ static void test_batches(Run *run) {
         totals[IMAGES_CORRECT] += loss.correct_images;
         batch = loader_next(&run->test_loader);
     }
+    net->images = NULL; // the loader's memory: from here on, row 0 has its own again
 }
 
 // Tests this rank's share of the test set; the result covers all ranks.
@@ -8173,14 +8193,14 @@ static void train_epochs(Run *run) {
     while (!training_is_over(run)) {
         train_epoch(run, result);
         if (end_requested(run) && run->batch_index > 0) {
-            // finish_step() has saved what was due; the request may have come after it.
-            if (!run->checkpointing.due)
+            // The request may have come after finish_step().
+            if (!run->checkpointing.saved)
                 save_checkpoint(run);
             return;
         }
         test(run, result);
         report_epoch(run, result);
-        if (run->checkpointing.due || run->checkpointing.request || training_is_over(run))
+        if (is_checkpoint_due(run) || training_is_over(run))
             save_checkpoint(run);
         if (run->settings.dry_run)
             return;

@@ -146,16 +146,19 @@ by_folder() {
     done
 }
 
-# in_memory: keeps temporary files in memory if there is room, since each run of ./cnn syncs a dozen files to the disk.
+# in_memory: keeps temporary files in memory if 4 GiB are free, since each run of ./cnn syncs a dozen files to the disk.
+# TMPDIR=/tmp make test: on the disk. The parts need a tenth of that.
 # shellcheck disable=SC2031 # watched() changes TMPDIR for its command only
 in_memory() {
     local free folder
     [ -z "${TMPDIR:-}" ] || return
     free=$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
     [ "${free:-0}" -gt $((4 << 20)) ] || return
+    [ "$(awk '/^MemAvailable:/ { print $2 }' /proc/meminfo)" -gt $((4 << 20)) ] || return
     folder=$(mktemp -d /dev/shm/cnn-tests.XXXXXX) || return
+    # A runner that is stopped by a signal ends its parts first. TMPDIR is unset, so that it does not end itself.
     # shellcheck disable=SC2064 # this folder
-    trap "rm -rf '$folder'" EXIT
+    trap "unset TMPDIR; end_marked 'TMPDIR=$folder' >/dev/null; rm -rf '$folder'" EXIT
     chmod 711 "$folder" # see watched()
     # on some machines no program may run there
     ! { cp "$(type -P true)" "$folder" && "$folder/true"; } 2>/dev/null || export TMPDIR=$folder

@@ -6,7 +6,7 @@
 #   tests/labs/test_labs.sh [LAB...]     if none is named, lab 0 and a third of the others, others each day
 #                                        (LONG=1: all)
 #                                        QUICK=1: if none is named, lab 0 and another one each day; the starters of all
-#                                        compile. Of the handouts only that of lab 0 up to its first check, one wrong
+#                                        compile. The pictures of these labs only. Of the handouts only that of lab 0 up to its first check, one wrong
 #                                        answer for each TODO of labs 1, 4, 5, 8, 9, 10 and for one of lab 3; where the points
 #                                        of lab 0 are not what is tested, without its test 2, which trains
 #                                        LONG=1: all wrong answers, instead of a seventh, another one each day
@@ -576,8 +576,10 @@ figures() {
         return
     fi
     scripts=("$repo"/labs/figures/{lab*,ideas}.py)
-    # shellcheck disable=SC2086 # the labs' numbers
-    [ -z "${QUICK:-}" ] || mapfile -t scripts < <(cd "$repo" && printf "$repo/labs/figures/lab%02d.py\n" $wanted | xargs ls)
+    if [ -n "${QUICK:-}" ]; then
+        scripts=()
+        for n in $wanted; do scripts+=("$repo/labs/figures/$(lab_name "$n").py"); done
+    fi
     for script in "${scripts[@]}"; do
         lab=$(basename "$script" .py)
         same "figures/$lab-drawn" "$(grep -o "${lab}_.*" "$tmp/pictures" | sort -u | paste -sd ' ')" \

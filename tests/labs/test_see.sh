@@ -113,6 +113,7 @@ test_hazards() {
 # What nvcc compiled of the same kernels makes the same requests: sectors a request, and passes without conflicts.
 test_ptx() {
     local program=$repo/build/ptx/see_kernels kernel expected found
+    [ -z "${QUICK:-}" ] || { skip ptx "QUICK=1" && return; }
     if [ ! -x "$program" ]; then
         skip ptx "make test-all builds build/ptx/see_kernels where there are nvcc and a CPU with AVX2"
         return

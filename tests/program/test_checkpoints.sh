@@ -125,8 +125,17 @@ test_same_folder() {
     done
     run "${long[@]}" --checkpoint "$tmp/killed" --out "$tmp/cut_run" --resume
     same_folder folder/nothing_left "$tmp/straight_run" "$tmp/cut_run"
+    # at another line than a row, the rest is cut off
+    run "${long[@]}" --checkpoint "$tmp/half" --out "$tmp/damaged" --max-steps 150
+    sed -i 20s/^1,/x,/ "$tmp/damaged/steps.csv"
+    run "${long[@]}" --checkpoint "$tmp/half" --out "$tmp/damaged" --resume --max-steps 151
+    same folder/damaged "0 20" "$status $(sed 151q "$tmp/damaged/steps.csv" | wc -l)"
     run "${cifar[@]}" --out "$tmp/cut_run"
     same folder/fresh_run_starts_anew 7 "$(wc -l <"$tmp/cut_run/steps.csv")"
+    # without a checkpoint yet, a resumed run is a fresh one: its logs have its own header
+    sed -i 1s/lr/rate/ "$tmp/cut_run/epochs.csv" "$tmp/cut_run/steps.csv"
+    run "${cifar[@]}" --out "$tmp/cut_run" --checkpoint "$tmp/none_yet" --resume
+    same folder/resumed_afresh "0 0" "$status $(cat "$tmp/cut_run"/*.csv | grep -c rate)"
     same folder/no_temporary_left "" "$(find "$tmp" -name '*.tmp')"
 }
 
@@ -186,10 +195,10 @@ test_resume_refuses() {
     differs seed --seed 2
     differs kernels --kernels naive
     differs resize --resize 64
-    # an option that this version does not have
-    sed 's/"gamma"/"other"/' "$tmp/base" >"$tmp/older"
-    refused resume/older 2 "was saved with other=1, but this run has gamma=1; use the checkpoint's value or, if an older \
-version of cnn wrote it, start afresh from its weights with --load" "${base[@]}" --checkpoint "$tmp/older" --resume
+    # another version, with an option that this one lacks
+    sed 's/"gamma"/"other"/' "$tmp/base" >"$tmp/other"
+    refused resume/other_option 2 "$tmp/other: expected gamma in its metadata, found \"other=1\"; another version of cnn \
+wrote it: start afresh from its weights with --load" "${base[@]}" --checkpoint "$tmp/other" --resume
     base=("${cifar[@]}" --model resnet8 --batch-size 4)
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
     differs stem --stem 7

@@ -12,7 +12,7 @@ equivalent.txt, which says why no test can notice it; another one is drawn in it
 if a test fails, or if the tests take far longer than without a change.
 
 The tests of a change end at the first that fails; those that run the changed lines come first (LIKELY).
---tests unit: only the unit tests in float.  quick: all parts of `make test` that run code of the changed
+--tests unit: only the unit tests in float.  quick: all parts, in their quick form, that run code of the changed
 file (PARTS), some with sanitizers, too.  all: those that notice nothing are repeated as in `make test-all`.  The kernels of the GPU
 run in the emulator.
 
@@ -84,6 +84,7 @@ SANITIZED = CLI, CHECKPOINTS, "program/test_data.sh"  # once more, as in make te
 PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double", "gpu/emulated": "build/emu_test_cuda",
             "gpu/tensor": "build/emu_test_tensor",
             "robust/test_faults": "build/cnn-cpu",
+            "pytorch/live_pytorch": "build/parity_float build/parity_double", "pytorch/": "cnn",
             "(program|robust|labs)/|cluster/test_(doctor|slurm)": "cnn", "cluster/test_parallel": "cnn cnn-emu",
             "gpu/": "cnn cnn-emu build/emu_test_cuda build/emu_bench_gpu"}  # fmt: skip
 

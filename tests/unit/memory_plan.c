@@ -105,6 +105,7 @@ static void plan_apart(Net *net, bool fused) {
         if (!fused && !to->fused.pool)
             separate(net, i);
         slot->fused.input_relu_backward = fused && slot->fused.input_relu_backward;
+        slot->shares_gradient = false;
         if (slot->mode == IN_PLACE)
             slot->mode = SEPARATE;
         if (slot->mode == FUSED_INTO_EARLIER) {
