@@ -147,7 +147,7 @@ by_folder() {
 }
 
 # in_memory: keeps temporary files in memory if 4 GiB are free, since each run of ./cnn syncs a dozen files to the disk.
-# TMPDIR=/tmp make test: on the disk. The parts need a tenth of that.
+# TMPDIR=/tmp make test: on the disk. make test-all needs 0.7 GB.
 # shellcheck disable=SC2031 # watched() changes TMPDIR for its command only
 in_memory() {
     local free folder
