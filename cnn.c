@@ -1620,7 +1620,7 @@ typedef struct RowPlan {
     RowMode mode;
     Fusion fused;           // what the kernels of this row compute as well
     size_t residual;        // the row that an add, fused or not, adds; 0: none, or the images
-    bool shares_gradient;   // the residual's gradient has the memory of the sum's
+    bool shares_gradient;   // the residual's gradient is kept in the memory of the sum's gradient
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
     size_t saved;           // offset into saved: argmax of a max-pool, mask of a dropout
@@ -1891,9 +1891,9 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether a row has only one reader, which may overwrite the row's output: neither the backward
-// pass of the row nor that of the row whose kernels wrote it needs the output. The kernels' fuse()
-// decides whether the reader's own backward pass allows it.
+// Whether a row has only one reader, which may overwrite the row's output, since no backward pass
+// needs it: neither the row's own nor the backward pass of the row whose kernels wrote it. The
+// kernels' fuse() decides whether the reader's own backward pass allows it.
 static bool may_overwrite(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
@@ -8193,7 +8193,7 @@ static void train_epochs(Run *run) {
     while (!training_is_over(run)) {
         train_epoch(run, result);
         if (end_requested(run) && run->batch_index > 0) {
-            // The request may have come after finish_step().
+            // finish_step() has saved this position, unless the request came later.
             if (!run->checkpointing.saved)
                 save_checkpoint(run);
             return;

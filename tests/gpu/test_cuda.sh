@@ -58,13 +58,13 @@ checked() {
 }
 
 test_kernels() {
-    local order hashes kernels=all lazy=() shapes=''
-    [ -z "${QUICK:-}" ] || kernels=tiny lazy=(CUEMU_LAZY=1 CUEMU_PROTECT=1) # as when bugs are inserted
-    half 0 || shapes=few
+    local order hashes kernels=all how=()
+    [ -z "${QUICK:-}" ] || kernels=tiny how=(CUEMU_LAZY=1 CUEMU_PROTECT=1) # as when bugs are inserted
+    half 0 || how+=(QUICK=1) # fewer shapes
     cp "$repo/build/emu_test_cuda" "$build/plain"
     cp "$repo/build/emu_test_tensor" "$build/layouts"
     checked layouts layouts all
-    checked order_0 plain CUEMU_ORDER=0 "${lazy[@]}" ${shapes:+QUICK=1} all
+    checked order_0 plain CUEMU_ORDER=0 "${how[@]}" all
     checked order_1 plain CUEMU_ORDER=1 CUEMU_LAZY=1 CUEMU_PROTECT=1 QUICK=1 "$kernels"
     hashes=$(for order in 0 1 7; do
         CUEMU_ORDER=$order CUEMU_CORES=$((order % 2 + 1)) "$build/plain" weights

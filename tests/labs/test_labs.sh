@@ -6,9 +6,10 @@
 #   tests/labs/test_labs.sh [LAB...]     if none is named, lab 0 and a third of the others, others each day
 #                                        (LONG=1: all)
 #                                        QUICK=1: if none is named, lab 0 and another one each day; the starters of all
-#                                        compile. The pictures of these labs only. Of the handouts only that of lab 0 up to its first check, one wrong
-#                                        answer for each TODO of labs 1, 4, 5, 8, 9, 10 and for one of lab 3; where the points
-#                                        of lab 0 are not what is tested, without its test 2, which trains
+#                                        compile, and the pictures of these labs are drawn. The handout of lab 0 is run
+#                                        up to its first check, the other handouts are not. One wrong answer is tried
+#                                        for each TODO of labs 1, 4, 5, 8, 9, 10 and for one of lab 3. Where the points
+#                                        of lab 0 are not what is tested, its test 2, which trains, is left out
 #                                        LONG=1: all wrong answers, instead of a seventh, another one each day
 #   tests/labs/test_labs.sh CASE...      only these wrong answers, such as 3.1-forgets_quit
 #

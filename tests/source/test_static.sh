@@ -21,7 +21,7 @@ legacyUninitvar|read_exactly(f, skipped|read_exactly() writes to it and reads no
 ctuuninitvar|f->|atomic_open() sets all of f
 core.UndefinedBinaryOperatorResult|hash ^|the bytes of an array of size_t without padding
 core.NullDereference|w.key|a dropout keeps all in a test, before it draws; only training draws
-core.uninitialized.Assign|same_memory_as[i]|each row is behind the row that it reads, so it has been set
+core.uninitialized.Assign|same_memory_as[i]|each row comes after the row that it reads, so it has been set
 core.CallAndMessage|fmaf(weights|blur_weights() fills all of them; the tool loses count of the loop
 core.DivideZero|% info->classes|a data set has 10 or 100 classes
 bugprone-sizeof-expression|LENGTH(|the length of an array of pointers
