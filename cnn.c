@@ -5475,25 +5475,18 @@ static void remove_comments(char *text) {
     }
 }
 
-// Parses options that are separated by white space: the next `length` characters of
-// argument_text[], where they stay, since settings point to them.
-static void parse_text(Settings *s, size_t length) {
+// Parses options that are separated by white space. Settings point to the words, which therefore
+// stay in argument_text[].
+static void parse_text(Settings *s, char *text) {
     static const char space[] = " \t\r\n";
-    static char *list[TEXT_SIZE / 2 + 1];
-    char *rest, *text = argument_text + argument_text_used;
-    size_t count = 0, used = 0;
-    text[length] = 0;
-    argument_text_used += length + 1;
+    char *rest;
     remove_comments(text);
     char *word = strtok_r(text, space, &rest);
     while (word) {
-        list[count] = word;
-        count++;
-        word = strtok_r(NULL, space, &rest);
+        char *next = strtok_r(NULL, space, &rest);
+        const bool next_is_value = parse_option(s, word, next) == 2;
+        word = next_is_value ? strtok_r(NULL, space, &rest) : next;
     }
-    list[count] = NULL;
-    while (used < count)
-        used += parse_option(s, list[used], list[used + 1]);
 }
 
 // @FILE is replaced by the options in that file.
@@ -5512,7 +5505,9 @@ static void parse_file(Settings *s, const char *path) {
         die(EXIT_USAGE,
             "@%s: expected a text file of options; all such files may have at most %d bytes", path,
             TEXT_SIZE);
-    parse_text(s, length);
+    text[length] = 0;
+    argument_text_used += length + 1;
+    parse_text(s, text);
 }
 
 // Sets the table's defaults, then the model's defaults, unless model is NULL.
@@ -5524,7 +5519,8 @@ static void parse_defaults(Settings *s, const Model *model) {
             set_option(s, o, o->default_value);
     if (model) {
         strcpy(argument_text, model->defaults);
-        parse_text(s, strlen(argument_text));
+        argument_text_used = strlen(argument_text) + 1;
+        parse_text(s, argument_text);
     }
 }
 
@@ -5589,21 +5585,21 @@ static void format_word(char *text, size_t size, const char *words, int number) 
     snprintf(text, size, "%.*s", (int)word_length(words), words);
 }
 
-// The value of an option as text, valid until this thread's next call; two values need two calls of
-// printf()
-static const char *option_text(const Settings *s, const Option *o) {
-    static _Thread_local char text[64];
+enum { OPTION_TEXT_SIZE = 64 };
+
+// The value of an option as text: a word of the settings, or what is then in `text`
+static const char *option_text(char text[OPTION_TEXT_SIZE], const Settings *s, const Option *o) {
     const void *field = (const char *)s + o->offset;
     if (o->kind == NAME || o->kind == TEXT)
         return *(const char *const *)field;
     if (o->kind == SWITCH)
         return *(const bool *)field ? "on" : "off";
     if (o->kind == CHOICE)
-        format_word(text, sizeof text, o->values, *(const int *)field);
+        format_word(text, OPTION_TEXT_SIZE, o->values, *(const int *)field);
     else if (o->kind == COUNT)
-        snprintf(text, sizeof text, "%zu", *(const size_t *)field);
+        snprintf(text, OPTION_TEXT_SIZE, "%zu", *(const size_t *)field);
     else
-        format_number(text, sizeof text, *(const double *)field);
+        format_number(text, OPTION_TEXT_SIZE, *(const double *)field);
     return text;
 }
 
@@ -5613,15 +5609,19 @@ static const char *choice_word(char text[32], const char *option, int number) {
     return text;
 }
 
-static const char *option_text_by_name(const Settings *s, const char *name) {
-    return option_text(s, find_option(name));
+static const char *option_text_by_name(char text[OPTION_TEXT_SIZE], const Settings *s,
+                                       const char *name) {
+    return option_text(text, s, find_option(name));
 }
 
 static void print_settings(const Settings *s) {
+    char text[OPTION_TEXT_SIZE];
     printf("Settings:");
-    for (const Option *o = options; o < options + OPTIONS; o++)
-        if (*option_text(s, o))
-            printf(" %s %s", o->name, option_text(s, o));
+    for (const Option *o = options; o < options + OPTIONS; o++) {
+        const char *value = option_text(text, s, o);
+        if (*value)
+            printf(" %s %s", o->name, value);
+    }
     printf("\n");
 }
 
@@ -6184,10 +6184,11 @@ static const char *json_bool(bool value) {
 }
 
 static void print_settings_json(FILE *f, const Settings *s) {
+    char buffer[OPTION_TEXT_SIZE];
     fprintf(f, "{");
     for (size_t i = 0; i < OPTIONS; i++) {
         const Option *o = &options[i];
-        const char *text = option_text(s, o);
+        const char *text = option_text(buffer, s, o);
         if (i > 0)
             fprintf(f, ",");
         fprintf(f, "\n    \"%s\": ", o->name + strlen("--"));
@@ -6227,7 +6228,8 @@ static void print_machine_json(FILE *f, const Run *run) {
 static void print_parallel_json(FILE *f, const Run *run) {
     const Settings *s = &run->settings;
     const Communicator *c = &run->comm;
-    const char *mode = c->world == 1 ? "single" : option_text_by_name(s, "--parallel");
+    char text[OPTION_TEXT_SIZE];
+    const char *mode = c->world == 1 ? "single" : option_text_by_name(text, s, "--parallel");
     const bool replayed = run->graphs.graph[FULL] || run->graphs.graph[SHORT];
     fprintf(f, "{");
     print_record(f, JSON,
@@ -7079,9 +7081,10 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
         die_no_memory(METADATA_SIZE, "the metadata");
     fprintf(m, "format=pt\nepoch=%zu\nbatch=%zu\ndevices=%zu\n", run->epoch, run->batch_index,
             run->comm.world);
+    char text[OPTION_TEXT_SIZE];
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (o->on_resume == FIXED)
-            fprintf(m, "%s=%s\n", o->name + strlen("--"), option_text(&run->settings, o));
+            fprintf(m, "%s=%s\n", o->name + strlen("--"), option_text(text, &run->settings, o));
     if (run->kernels->precision == FP16)
         fprintf(m, "loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
     if (within_epoch)
@@ -7245,10 +7248,11 @@ static void check_contradictions(const Settings *s) {
          "--replicas"},
         {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
          "--trace: expected a different file from --checkpoint", "--trace"}};
+    char text[OPTION_TEXT_SIZE];
     for (size_t i = 0; i < LENGTH(rules); i++)
         if (rules[i].broken)
             die(EXIT_USAGE, "%s, found %s \"%s\"; see ./cnn --help", rules[i].expected,
-                rules[i].option, option_text_by_name(s, rules[i].option));
+                rules[i].option, option_text_by_name(text, s, rules[i].option));
 }
 
 // For ranks other than 0: only rank 0 writes to the run folder and reports.
@@ -7412,22 +7416,22 @@ static void list_kernels(char *list, size_t size, bool gpu) {
 }
 
 // The word that the user chose for an option, or "(any)"
-static const char *chosen_word(const Settings *s, const char *option) {
-    const char *word = option_text_by_name(s, option);
+static const char *chosen_word(char text[OPTION_TEXT_SIZE], const Settings *s, const char *option) {
+    const char *word = option_text_by_name(text, s, option);
     return *word ? word : "(any)";
 }
 
 // Dies, since this device has no kernels that match --kernels and --precision.
 static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
     const char *device = gpu ? "a GPU" : "a CPU";
-    char list[256], name[32];
+    char list[256], kernels[OPTION_TEXT_SIZE], precision[OPTION_TEXT_SIZE];
     if (!gpu && s->kernels == FAST && CPU_KERNELS == 1)
         die(EXIT_USAGE, "--kernels fast: cnn_kernels.c was not beside cnn.c when it was compiled; "
                         "expected --kernels naive");
     list_kernels(list, sizeof list, gpu);
-    snprintf(name, sizeof name, "%s", chosen_word(s, "--kernels"));
-    die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s", name,
-        chosen_word(s, "--precision"), device, list);
+    die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s",
+        chosen_word(kernels, s, "--kernels"), chosen_word(precision, s, "--precision"), device,
+        list);
 }
 
 // The best kernels of this device that --kernels and --precision allow. Without either option these
@@ -7482,12 +7486,13 @@ static void setup_graph(Run *run) {
 
 static void print_device(const Run *run, const char *why_not) {
     const Settings *s = &run->settings;
+    char text[OPTION_TEXT_SIZE];
     printf("Device: %s", run->device_info.name);
     if (!run->device->is_gpu)
         printf(" (%s)", why_not);
-    printf(", --kernels %s", option_text_by_name(s, "--kernels"));
+    printf(", --kernels %s", option_text_by_name(text, s, "--kernels"));
     printf(", --precision %s, --threads %zu, --workers %zu\n",
-           option_text_by_name(s, "--precision"), s->threads, s->workers);
+           option_text_by_name(text, s, "--precision"), s->threads, s->workers);
     if (run->device_info.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid; times mean nothing.\n");
 }
@@ -7956,8 +7961,9 @@ static void print_ranks(Run *run) {
             const char *separator = *at->uuid ? ", " : "";
             printf("Rank %zu: %s, %s%s%s\n", r, at->host, at->device, separator, at->uuid);
         }
-        printf("Gradients: %s, added up by %s\n", option_text_by_name(&run->settings, "--parallel"),
-               who_adds_gradients(c));
+        char text[OPTION_TEXT_SIZE];
+        printf("Gradients: %s, added up by %s\n",
+               option_text_by_name(text, &run->settings, "--parallel"), who_adds_gradients(c));
     }
     free(locations);
 }
