@@ -162,10 +162,10 @@ run_rows() {
     cut -d, -f1,2,6,7,9- "$1/epochs.csv"
 }
 
-# until_true SECONDS COMMAND...: waits; fails if it does not succeed in time
+# until_true COMMAND...: waits until it succeeds. Fails after WAIT_S seconds; what works takes less on a busy machine, too.
 until_true() {
-    local end=$((SECONDS + $1))
-    until "${@:2}"; do
+    local end=$((SECONDS + ${WAIT_S:-240}))
+    until "$@"; do
         [ $SECONDS -lt $end ] || return 1
         sleep 0.05
     done

@@ -325,7 +325,7 @@ test_signal() {
     nice -n 19 mpirun -n 3 "$cnn" --no-cuda --threads 1 --out "$tmp/run" "${small[@]}" --log-interval 7 \
         --checkpoint "$tmp/signalled" >"$out" 2>"$err" </dev/null &
     job=$!
-    until_true 20 grep -qs '^1,8,' "$tmp/run/steps.csv"
+    until_true grep -qs '^1,8,' "$tmp/run/steps.csv"
     rank=$(ranks_of $job | tail -n 1)
     kill -TERM "$rank"
     wait $job
@@ -353,10 +353,10 @@ test_dead_rank() {
             --limit-train 6000 --epochs 1000 --checkpoint "$tmp/dying" --save-every 5steps \
             --batch-size 4 >"$out" 2>"$err" </dev/null &
         job=$!
-        until_true 20 test -s "$tmp/dying"
+        until_true test -s "$tmp/dying"
         rank=$(ranks_of $job | tail -n 1)
         kill -$signal "$rank"
-        until_true 30 eval "! kill -0 $job 2>/dev/null"
+        WAIT_S=30 until_true eval "! kill -0 $job 2>/dev/null"
         left=$(ranks_of $job | grep -cvx "$rank")
         [ $signal = KILL ] || kill -KILL "$rank" 2>/dev/null
         if kill -0 $job 2>/dev/null; then

@@ -60,7 +60,7 @@ daemon() {
 stop() {
     if [ -n "$running" ]; then
         squeue -h -o %A | xargs -r scancel
-        until_true 20 no_jobs
+        WAIT_S=20 until_true no_jobs
     fi 2>/dev/null
     [ ${#pids[@]} -eq 0 ] || kill "${pids[@]}" 2>/dev/null
     wait
@@ -117,10 +117,10 @@ END
     daemon setpriv --reuid=munge --regid=munge --clear-groups munged --foreground \
         --key-file="$tmp/munge/key" --socket="$tmp/munge/socket" --pid-file="$tmp/munge/pid" \
         --seed-file="$tmp/munge/seed"
-    until_true 20 test -S "$tmp/munge/socket"
+    until_true test -S "$tmp/munge/socket"
     daemon slurmctld -D -c
     for node in node1 node2; do daemon slurmd -D -N $node; done
-    if until_true 60 two_idle_nodes; then
+    if until_true two_idle_nodes; then
         running=yes
         pass start
     else
@@ -147,7 +147,7 @@ submit() {
 
 # ends NAME JOB STATE: waits until it does, and looks into FOLDER/SCRIPT-JOB.out from then on
 ends() {
-    until_true 240 ended "$2"
+    until_true ended "$2"
     out=$(ls ./*-"$2".out 2>/dev/null || echo /dev/null)
     holds "$1/state" "$3" "$(state "$2"), with $(tail -n 5 "$out")" [ "$(state "$2")" = "$3" ]
 }
@@ -252,7 +252,7 @@ test_timing_array() {
     fi
     submit --array=1-3 slurm/timing_array.sb --epochs 1 --limit 64 --batches 16 --emulate \
         --repeats 1 -- --dataset synthetic
-    until_true 120 no_jobs
+    until_true no_jobs
     same timing_array/jobs "3 of 3 runs" \
         "$(grep -l '"status": "complete"' runs/timing/*/run.json | wc -l) of 3 runs"
     $study collect runs/timing --devices cpu single multi --batches 16 --repeats 1 >"$out" 2>&1
@@ -265,7 +265,7 @@ test_timing_array() {
     line timing_array/missing_row '^missing: multi, global batch 16: repeat 1$'
     last=$(grep -oP '^#SBATCH --array=1-\K\d+' slurm/timing_array.sb)
     submit --array=$((last + 1)) slurm/timing_array.sb --epochs 1 --limit 64 --emulate
-    until_true 120 no_jobs
+    until_true no_jobs
     out=$(echo timing-*_$((last + 1)).out)
     line timing_array/size "--task: expected 1 to $last, one for each device, batch and repeat, found $((last + 1))"
 }
@@ -279,7 +279,7 @@ test_workers_array() {
     fi
     submit --array=1-2 slurm/workers_array.sb --limit 64 --batches 16 --emulate --workers 1 3 \
         -- --dataset synthetic
-    until_true 120 no_jobs
+    until_true no_jobs
     $study collect runs/workers --workers 1 3 --repeats 1 >"$out" 2>&1
     same workers_array/collected "exit 0, rows 1,1,1 3,1,1" \
         "exit $?, rows $(awk -F, 'NR > 1 { print $4 "," $5 "," $NF }' runs/workers/workers.csv | xargs)"
@@ -299,7 +299,7 @@ test_scaling() {
         submit --nodes=$n --gres=none slurm/scaling.sb --batches 16 --epochs 1 --limit 64 --repeats 2 \
             -- --no-cuda --dataset synthetic
     done
-    until_true 240 no_jobs
+    until_true no_jobs
     $study collect runs/scaling --counts 1 2 --repeats 2 >"$out" 2>&1
     same scaling/collected "exit 0, rows strong,1,2 strong,2,2 weak,1,2 weak,2,2" \
         "exit $?, rows $(awk -F, 'NR > 1 { print $1 "," $3 "," $8 }' runs/scaling/scaling.csv | xargs)"
@@ -336,7 +336,7 @@ test_two_gpus_and_cancel() {
     export CNN=./cnn-emu
     submit --nodelist=node1 slurm/single.sb "${tiny[@]}" --epochs 100000
     first=$job
-    until_true 60 logged "single-$first.out" '^epoch=1 '
+    until_true logged "single-$first.out" '^epoch=1 '
     submit --nodelist=node1 slurm/single.sb "${tiny[@]}"
     trained two_gpus single "$job" single 1
     line two_gpus/second '^CUDA_VISIBLE_DEVICES=1$'
@@ -345,24 +345,26 @@ test_two_gpus_and_cancel() {
     same two_gpus/uuids 2 \
         "$(cat runs/single-{"$first","$job"}/run.json | grep -o '"uuid":"[^"]*"' | sort -u | wc -l)"
     same cancel/before RUNNING "$(state "$first")"
-    holds cancel/process_before "a process" none pgrep -f "runs/single-$first"
+    same cancel/process_before 1 "$(processes "cnn-emu .*--out runs/single-$first " | wc -l)"
     scancel "$first"
     ends cancel "$first" CANCELLED
-    until_true 20 no_process "runs/single-$first"
-    same cancel/process_after "" "$(pgrep -f "runs/single-$first")"
+    until_true no_process "runs/single-$first"
+    same cancel/process_after "" "$(processes "runs/single-$first")"
     unset CNN
 }
-# shellcheck disable=SC2317
-no_process() { ! pgrep -f "$1" >/dev/null; }
 
-# hold_program SIGNAL FOLDER: sends STOP or CONT to the programs that write their run there
-hold_program() {
+# processes REGEX: those with such a command line, without those of another Slurm, whose jobs have the same numbers
+processes() {
     local pid
-    for pid in $(pgrep -f "^[^ ]*cnn .*--out $2 "); do
-        # not to those of another Slurm, whose jobs have the same numbers
-        [ ! "/proc/$pid/cwd" -ef . ] || kill "-$1" "$pid"
+    for pid in $(pgrep -f "$1"); do
+        [ ! "/proc/$pid/cwd" -ef . ] || echo "$pid"
     done
 }
+# shellcheck disable=SC2317 # until_true calls it
+no_process() { [ -z "$(processes "$1")" ]; }
+
+# hold_program SIGNAL FOLDER: sends STOP or CONT to the programs that write their run there
+hold_program() { processes "^[^ ]*cnn .*--out $2 " | xargs -r kill "-$1"; }
 # shellcheck disable=SC2317 # until_true calls it
 sampled() { ! command -v python3 >/dev/null || [ "$(wc -l <"$1")" -ge 2 ]; } 2>/dev/null
 
@@ -375,16 +377,16 @@ requeued() {
     local folder
     CNN=./cnn submit "${@:3}" slurm/"$2".sb "${long[@]}" --no-cuda
     folder=runs/$2-$job
-    until_true 100 grep -qs '^1,40,' "$folder/steps.csv" || return
+    until_true grep -qs '^1,40,' "$folder/steps.csv" || return
     hold_program STOP "$folder"
-    until_true 20 sampled "$folder/monitor.csv"
+    until_true sampled "$folder/monitor.csv"
     scancel --batch --signal=USR1 "$job"
-    until_true 60 test -e "$folder/signalled"
+    until_true test -e "$folder/signalled"
     hold_program CONT "$folder"
-    until_true 60 restarted || return
-    until_true 60 logged "$2-$job.out" '^Resuming from' || return
+    until_true restarted || return
+    until_true logged "$2-$job.out" '^Resuming from' || return
     hold_program STOP "$folder"
-    until_true 20 sampled "$folder/monitor-1.csv"
+    until_true sampled "$folder/monitor-1.csv"
     hold_program CONT "$folder"
 }
 
@@ -447,7 +449,7 @@ END
     line bad_option/says_so '^cnn: error: .*--no-such-option'
     mkdir -p elsewhere
     submit --chdir=elsewhere slurm/cpu.sb "${tiny[@]}"
-    until_true 60 ended "$job"
+    until_true ended "$job"
     same elsewhere/state FAILED "$(state "$job")"
     out=elsewhere/cpu-$job.out
     line elsewhere/says_so 'slurm/site.env: No such file'
@@ -479,7 +481,7 @@ END
     mpicc ranks.c -o ranks 2>"$err" || fail mpi/build "exit 0" "$(cat "$err")"
     submit --nodelist=node2 --gres=gpu:1 --output=/dev/null --wrap="sleep 600"
     taken=$job
-    until_true 60 running "$taken"
+    until_true running "$taken"
     while read -r name launch; do
         if [ "$name" = srun ] && ! srun --mpi=list 2>&1 | grep -qw pmix; then
             skip mpi/srun "Slurm was built without PMIx"

@@ -20,7 +20,7 @@ starts() {
     # nice: on a busy machine the program does not end before this script has seen its rows
     env --default-signal nice -n 19 "$cnn" "$@" --out "$tmp/signals" --log-interval 2 >"$out" 2>"$err" </dev/null &
     pid=$!
-    until_true 20 grep -qs '^1,8,' "$tmp/signals/steps.csv"
+    until_true grep -qs '^1,8,' "$tmp/signals/steps.csv"
 }
 
 # ends NAME SIGNAL STATUS OPTIONS...: the step is finished, the checkpoint saved, the program ends with
@@ -50,7 +50,7 @@ test_signals() {
     rm -f "$tmp/signalled"
     starts "${long[@]}" --checkpoint "$tmp/signalled" --save-every 3
     kill -USR1 "$pid"
-    until_true 20 test -s "$tmp/signalled"
+    until_true test -s "$tmp/signalled"
     same signals/USR1/saves "epoch 1, running" \
         "epoch $(position "$tmp/signalled" epoch), $(status_of "$tmp/signals")"
     wait "$pid"
@@ -64,7 +64,7 @@ test_signals() {
     # Ignored signals, as by nohup, stay ignored.
     (trap '' HUP && exec "$cnn" "${long[@]}" --out "$tmp/nohup" --log-interval 2 >"$out" 2>"$err") &
     pid=$!
-    until_true 20 grep -qs '^1,8,' "$tmp/nohup/steps.csv"
+    until_true grep -qs '^1,8,' "$tmp/nohup/steps.csv"
     kill -HUP "$pid"
     wait "$pid"
     same signals/nohup "0 complete" "$? $(status_of "$tmp/nohup")"
@@ -221,7 +221,7 @@ test_folders() {
     pid=$!
     sleep 1.5 # it waits for 5 seconds
     kill "$first" && wait "$first"
-    until_true 20 grep -q '^Train Epoch' "$tmp/waits"
+    until_true grep -q '^Train Epoch' "$tmp/waits"
     refused checkpoint/held_by_the_second 1 "another run" "${small[@]}" --checkpoint "$tmp/signals.checkpoint"
     kill -9 "$pid"
     wait "$pid" 2>/dev/null
