@@ -247,17 +247,12 @@ template <class REG, class T> static void load_as(const Warp &w, const Inst &in,
     }
 }
 
+typedef void Move(const Warp &, const Inst &, char **); // of elements of 1, 2, 4 or 8 bytes
+
 template <class REG> static void load_into(const Warp &w, const Inst &in, char **p) {
-    switch (in.bytes) {
-    case 1:
-        return in.sign ? load_as<REG, int8_t>(w, in, p) : load_as<REG, uint8_t>(w, in, p);
-    case 2:
-        return load_as<REG, u16>(w, in, p);
-    case 4:
-        return load_as<REG, u32>(w, in, p);
-    default:
-        return load_as<REG, u64>(w, in, p);
-    }
+    Move *const by_size[] = {in.sign ? load_as<REG, int8_t> : load_as<REG, uint8_t>,
+                             load_as<REG, u16>, load_as<REG, u32>, load_as<REG, u64>};
+    by_size[__builtin_ctz(in.bytes)](w, in, p);
 }
 
 void load(Warp &w, const Inst &in) {
@@ -275,18 +270,10 @@ template <class T> static void store_as(const Warp &w, const Inst &in, char **p)
 }
 
 void store(Warp &w, const Inst &in) {
+    static Move *const by_size[] = {store_as<uint8_t>, store_as<u16>, store_as<u32>, store_as<u64>};
     char *p[WARP];
     locate(w, in, p);
-    switch (in.bytes) {
-    case 1:
-        return store_as<uint8_t>(w, in, p);
-    case 2:
-        return store_as<u16>(w, in, p);
-    case 4:
-        return store_as<u32>(w, in, p);
-    default:
-        return store_as<u64>(w, in, p);
-    }
+    by_size[__builtin_ctz(in.bytes)](w, in, p);
 }
 
 void atomic_add(Warp &w, const Inst &in) { // o: the old value, address, addend

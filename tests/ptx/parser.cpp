@@ -131,11 +131,6 @@ void load_module(const std::string &text) {
     }
 }
 
-Kernel *find_kernel(const std::string &mangled) {
-    const auto found = kernels.find(mangled);
-    return found == kernels.end() ? nullptr : &found->second;
-}
-
 /* ---- Kernels */
 
 namespace {

@@ -140,7 +140,6 @@ struct Kernel {
     u64 launches, blocks;
 };
 void load_module(const std::string &text);
-Kernel *find_kernel(const std::string &mangled); // NULL: there is no such kernel
 void parse_kernel(Kernel *);
 [[noreturn]] void refuse(const Kernel &, const std::string &what); // ends the program
 extern std::map<std::string, Kernel> kernels;                      // by their mangled names

@@ -13,15 +13,11 @@
 #include <sys/mman.h>
 #include <time.h>
 
-enum { MOST_MODULES = 16 };
+enum { MOST_MODULES = 16, MULTIPROCESSORS = 4 };
 enum : size_t { SHARED_OF_BLOCK = 48 << 10, MEMORY = 16ull << 30 };
 enum : u64 { ALIGNED = 256, GAP = 4096 };
 static const int sm = (int)env("PTX_SM", 80);
 static const bool lazy = env("PTX_LAZY", 0), leaks = env("PTX_LEAKS", 0);
-
-static size_t most_shared(void) { // bytes that a kernel may ask for
-    return (size_t)(sm >= 90 ? 227 : sm >= 80 ? 163 : 64) << 10;
-}
 
 static std::recursive_mutex all; // of what follows
 static thread_local cudaError_t last;
@@ -60,13 +56,6 @@ static void release(u64 begin, u64 end) { // whole pages
     begin = (begin + 4095) / 4096;
     if (end / 4096 > begin)
         madvise((void *)(4096 * begin), end / 4096 * 4096 - 4096 * begin, MADV_DONTNEED);
-}
-
-static void open_arena(void) {
-    if (arena)
-        return;
-    arena = next_free = (u64)reserve(ARENA, PROT_NONE);
-    delta = (s64)((u64)reserve(ARENA, PROT_READ | PROT_WRITE) - arena);
 }
 
 Allocation allocation_of(u64 address) {
@@ -208,8 +197,9 @@ static Function *function_of(const void *host) {
     if (found == functions->end())
         return nullptr;
     Function &f = found->second;
-    if (!f.kernel && (f.kernel = find_kernel(f.name)))
-        parse_kernel(f.kernel);
+    const auto kernel = kernels.find(f.name);
+    if (!f.kernel && kernel != kernels.end())
+        parse_kernel(f.kernel = &kernel->second);
     return f.kernel ? &f : nullptr;
 }
 
@@ -252,8 +242,6 @@ struct Configuration {
     void *stream;
 };
 static thread_local Configuration configuration; // of the launch <<< >>> under way
-
-enum { MULTIPROCESSORS = 4 };
 
 extern "C" {
 
@@ -408,10 +396,11 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, const void *host) {
 cudaError_t cudaFuncSetAttribute(const void *host, cudaFuncAttribute attribute, int value) {
     ENTER();
     Function *f = function_of(host);
+    const size_t most_shared = (size_t)(sm >= 90 ? 227 : sm >= 80 ? 163 : 64) << 10;
     if (!f)
         return failed(cudaErrorInvalidDeviceFunction);
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize ||
-        (size_t)value + f->kernel->shared > most_shared())
+        (size_t)value + f->kernel->shared > most_shared)
         return failed(cudaErrorInvalidValue);
     f->dynamic = (size_t)value;
     return cudaSuccess;
@@ -419,7 +408,10 @@ cudaError_t cudaFuncSetAttribute(const void *host, cudaFuncAttribute attribute, 
 
 cudaError_t cudaMalloc(void **p, size_t bytes) {
     ENTER();
-    open_arena();
+    if (!arena) {
+        arena = next_free = (u64)reserve(ARENA, PROT_NONE);
+        delta = (s64)((u64)reserve(ARENA, PROT_READ | PROT_WRITE) - arena);
+    }
     *p = nullptr;
     if (bytes > MEMORY || next_free + bytes + 2 * GAP > arena + ARENA)
         return failed(cudaErrorMemoryAllocation);

@@ -143,12 +143,11 @@ static bool run_group(Warp &w, Group &g) {
         } else if (!complete(w, in)) {
             g.parked = true;
             return false;
-        } else if (in.kind == BARRIER) {
-            g.pc++;
-            return true;
         } else {
-            in.run(w, in);
             g.pc++;
+            if (in.kind == BARRIER)
+                return true;
+            in.run(w, in);
         }
     }
     return false;
