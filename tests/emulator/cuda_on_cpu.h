@@ -552,11 +552,23 @@ Array &shared_array(Declaration, [[maybe_unused]] const char *name) {
     return *(Array *)array;
 }
 
-inline bool is_shared(const void *address, size_t bytes) {
+// Functions whose own accesses are not counted, which makes them several times as fast
+#if defined(CUEMU_COUNT) && __GNUC__ >= 12
+#define EMU_UNCOUNTED __attribute__((no_sanitize("thread"), no_sanitize_coverage))
+#elif defined(CUEMU_COUNT)
+#define EMU_UNCOUNTED __attribute__((no_sanitize("thread")))
+#else
+#define EMU_UNCOUNTED
+#endif
+
+inline EMU_UNCOUNTED bool is_shared(const void *address, size_t bytes) {
     const char *begin = (const char *)address;
-    return std::any_of(block->shared.begin(), block->shared.end(), [=](const SharedArray &array) {
-        return begin >= array.begin && begin + bytes <= array.begin + array.bytes;
-    });
+    const SharedArray *arrays = block->shared.data();
+    const size_t count = block->shared.size();
+    for (size_t i = 0; i < count; i++)
+        if (begin >= arrays[i].begin && begin + bytes <= arrays[i].begin + arrays[i].bytes)
+            return true;
+    return false;
 }
 
 /* ==== 5. Synchronization ====================================================================== */

@@ -767,13 +767,6 @@ void multiply(float *d, const uint32_t *a, const uint32_t *b, const float *c,
     }
 }
 
-#if defined(CUEMU_COUNT) && __GNUC__ >= 12
-#define EMU_UNCOUNTED __attribute__((no_sanitize("thread"), no_sanitize_coverage))
-#elif defined(CUEMU_COUNT)
-#define EMU_UNCOUNTED __attribute__((no_sanitize("thread")))
-#else
-#define EMU_UNCOUNTED
-#endif
 enum { GLOBAL_READ, GLOBAL_WRITE, SHARED_READ, SHARED_WRITE, TRAFFIC_KINDS };
 void count(int kind, long bytes);
 
@@ -910,6 +903,22 @@ inline EMU_UNCOUNTED void count(int kind, long bytes) {
     __atomic_fetch_add(&launched->traffic->accesses[kind], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&launched->traffic->bytes[kind], bytes, __ATOMIC_RELAXED);
 }
+// Whether the address is in an allocation, most often that of the access before, and not on the stack
+inline EMU_UNCOUNTED bool is_allocated(const void *address) {
+    static thread_local const Launch *of;
+    static thread_local Allocation last;
+    const Fiber *f = self->fiber;
+    if (f && (size_t)((const char *)address - (const char *)f->stack) < f->stack_bytes)
+        return false;
+    if (of == launched && (size_t)((const char *)address - last.begin) < last.bytes)
+        return true;
+    const Allocation *found = find_allocation(address);
+    if (!found)
+        return false;
+    of = launched;
+    last = *found;
+    return true;
+}
 // Called at each counted access, if it is set; so a test sees what a thread does in which order.
 static void (*observer)(int kind, const void *address, long bytes);
 
@@ -919,7 +928,7 @@ inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool wri
         return;
     in_hook = true;
     const bool shared = is_shared(address, 1);
-    if (shared || find_allocation(address)) {
+    if (shared || is_allocated(address)) {
         const int kind = (shared ? SHARED_READ : GLOBAL_READ) + write;
         count(kind, bytes);
         if (recording)
