@@ -5587,7 +5587,7 @@ static void format_word(char *text, size_t size, const char *words, int number) 
 
 enum { OPTION_TEXT_SIZE = 64 };
 
-// The value of an option as text: a word of the settings, or what is then in `text`
+// The value of an option as text: a constant or a string of the settings, or else written to `text`
 static const char *option_text(char text[OPTION_TEXT_SIZE], const Settings *s, const Option *o) {
     const void *field = (const char *)s + o->offset;
     if (o->kind == NAME || o->kind == TEXT)

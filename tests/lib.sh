@@ -162,7 +162,8 @@ run_rows() {
     cut -d, -f1,2,6,7,9- "$1/epochs.csv"
 }
 
-# until_true COMMAND...: waits until it succeeds. Fails after WAIT_S seconds; what works takes less on a busy machine, too.
+# until_true COMMAND...: waits until it succeeds. Fails after WAIT_S seconds, which is more than what works takes on
+# a busy machine.
 until_true() {
     local end=$((SECONDS + ${WAIT_S:-240}))
     until "$@"; do

@@ -353,7 +353,7 @@ test_two_gpus_and_cancel() {
     unset CNN
 }
 
-# processes REGEX: those with such a command line, without those of another Slurm, whose jobs have the same numbers
+# processes REGEX: those whose command line matches, except those of another Slurm, whose jobs may have the same numbers
 processes() {
     local pid
     for pid in $(pgrep -f "$1"); do
@@ -363,31 +363,38 @@ processes() {
 # shellcheck disable=SC2317 # until_true calls it
 no_process() { [ -z "$(processes "$1")" ]; }
 
-# hold_program SIGNAL FOLDER: sends STOP or CONT to the programs that write their run there
-hold_program() { processes "^[^ ]*cnn .*--out $2 " | xargs -r kill "-$1"; }
+# signal_program SIGNAL FOLDER: to the programs that write their run there
+signal_program() { processes "^[^ ]*cnn .*--out $2 " | xargs -r kill "-$1"; }
 # shellcheck disable=SC2317 # until_true calls it
 sampled() { ! command -v python3 >/dev/null || [ "$(wc -l <"$1")" -ge 2 ]; } 2>/dev/null
 
 # requeued NAME SCRIPT SBATCH_OPTIONS...: submits SCRIPT with the options in `long`, lets it be queued again while it
-# trains, and waits until it has resumed. Fails when it does not train. Training takes two seconds, so it is stopped
-# until Slurm has brought the signal, and until the monitors have taken a sample.
+# trains, and waits until it has resumed. Fails when it does not train. Training takes two seconds, so the program is
+# paused until Slurm has delivered the signal, until the job is queued again, and until the monitors have a sample.
 requeued() {
     # shellcheck disable=SC2317 # until_true calls it
+    trains() { grep -qs '^1,40,' "$folder/steps.csv" || ended "$job"; }
+    # shellcheck disable=SC2317
     restarted() { scontrol -o show job "$job" | grep -q ' Restarts=[1-9]'; }
     local folder
     CNN=./cnn submit "${@:3}" slurm/"$2".sb "${long[@]}" --no-cuda
     folder=runs/$2-$job
-    until_true grep -qs '^1,40,' "$folder/steps.csv" || return
-    hold_program STOP "$folder"
+    WAIT_S=100 until_true trains
+    grep -qs '^1,40,' "$folder/steps.csv" || return
+    signal_program STOP "$folder"
     until_true sampled "$folder/monitor.csv"
     scancel --batch --signal=USR1 "$job"
-    until_true test -e "$folder/signalled"
-    hold_program CONT "$folder"
-    until_true restarted || return
-    until_true logged "$2-$job.out" '^Resuming from' || return
-    hold_program STOP "$folder"
+    holds "requeue/$1/signalled" "the signal" "none" until_true test -e "$folder/signalled"
+    signal_program CONT "$folder"
+    until_true test ! -e "$folder/signalled" # it has saved
+    signal_program STOP "$folder"
+    holds "requeue/$1/restarted" "queued again" "$(tail -n 5 "$2-$job.out")" until_true restarted
+    signal_program CONT "$folder"
+    until_true logged "$2-$job.out" '^Resuming from'
+    signal_program STOP "$folder"
     until_true sampled "$folder/monitor-1.csv"
-    hold_program CONT "$folder"
+    signal_program CONT "$folder"
+    return 0
 }
 
 # A job whose time is over, or whose script gets the signal that Slurm sends before that, is queued again, and
@@ -405,7 +412,7 @@ test_requeue() {
             [ "$attempt" = second ] || scancel "$job"
         done
         ends "requeue/$name" "$job" COMPLETED
-        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch [0-9]+, step '
+        line "requeue/$name/resumed" '^Resuming from runs/.*: epoch ([1-9]|1[0-2]), step '
         world=$(grep -oP '"world":\K\d+' "runs/$script-$job/run.json")
         # shellcheck disable=SC2046 # several words, or none
         ./cnn "${long[@]}" --no-cuda $([ "$world" = 1 ] || echo --replicas "$world" --oversubscribe) \

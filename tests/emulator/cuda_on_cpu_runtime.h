@@ -903,19 +903,19 @@ inline EMU_UNCOUNTED void count(int kind, long bytes) {
     __atomic_fetch_add(&launched->traffic->accesses[kind], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&launched->traffic->bytes[kind], bytes, __ATOMIC_RELAXED);
 }
-// Whether the address is in an allocation, most often that of the access before, and not on the stack
+// Whether the address is in an allocation, usually that of the previous access; stacks are not
 inline EMU_UNCOUNTED bool is_allocated(const void *address) {
-    static thread_local const Launch *of;
+    static thread_local long of; // the block in which `last` was found
     static thread_local Allocation last;
     const Fiber *f = self->fiber;
     if (f && (size_t)((const char *)address - (const char *)f->stack) < f->stack_bytes)
         return false;
-    if (of == launched && (size_t)((const char *)address - last.begin) < last.bytes)
+    if (of == block->number && (size_t)((const char *)address - last.begin) < last.bytes)
         return true;
     const Allocation *found = find_allocation(address);
     if (!found)
         return false;
-    of = launched;
+    of = block->number;
     last = *found;
     return true;
 }
@@ -924,7 +924,7 @@ static void (*observer)(int kind, const void *address, long bytes);
 
 inline EMU_UNCOUNTED void count_access(const void *address, long bytes, bool write, bool atomic,
                                        const void *frame) {
-    if (!self || in_hook) // these functions are instrumented as well
+    if (!self || in_hook) // find_allocation() and the observer are instrumented as well
         return;
     in_hook = true;
     const bool shared = is_shared(address, 1);

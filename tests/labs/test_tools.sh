@@ -338,7 +338,7 @@ END
     monitor --interval 0.05 bash -c "$(enough 6)"
     for name in gpu_percent memory_mb power_w temperature_c cpu_percent; do
         column=$((column + 1))
-        # both are rounded to a tenth, so they differ by up to one tenth
+        # the table and the summary are each rounded to a tenth, so their means may differ by a tenth
         same "summary/$name" "the table's min, mean and max" "$(awk -v name=$name -v c=$((column + 2)) '
             function near(a, b) { return (a - b) ^ 2 < 0.11 ^ 2 }
             NR == FNR { split($0, field, ","); x = field[c] }

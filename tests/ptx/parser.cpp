@@ -272,7 +272,7 @@ struct Parser {
             in.wide = b ? b->bytes : in.bytes == 8 ? 8 : 4;
             in.o[i] = operand(elements[i], in.wide == 8 ? '8' : '4');
         }
-        if (in.bytes > in.wide || in.space == NO_SPACE ||
+        if (in.bytes == 0 || in.bytes > in.wide || in.space == NO_SPACE ||
             (in.sign && in.bytes > 1 && in.bytes < in.wide))
             in.run = unknown;
         address(in, operands[in.read], 4);
