@@ -4794,24 +4794,27 @@ static void list_state(TensorList *list, const Net *net, const Optimizer *o, siz
         list->tensors[k].not_negative = o->states_not_negative;
 }
 
-/* Lists the tensors of the network and of the optimizer's state. The caller frees the list. If
-   optimizer is NULL, a file that is read may have the state of any optimizer, which is ignored. */
-static TensorList list_tensors(Net *net, const Optimizer *optimizer, real *state,
-                               Direction direction) {
+// Lists the tensors of the network, with room for the state of all optimizers. The caller frees the
+// list.
+static TensorList list_tensors(Net *net) {
     enum { MAX_PER_ROW = 2 + 3 + 2 * 3 }; // parameters, statistics, all optimizers' states
     TensorList list = {.tensors = must_alloc(MAX_PER_ROW * net->layer_count * sizeof(Tensor),
                                              "the list of tensors")};
     list_parameters(&list, net, "", net->params);
     list_statistics(&list, net);
-    if (optimizer) {
-        for (size_t i = 0; i < count_states(optimizer, net->settings); i++)
-            list_state(&list, net, optimizer, i, state + i * net->param_size);
-    } else if (direction == FROM_FILE) {
-        for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
-            for (size_t i = 0; i < o->state_count; i++)
-                list_state(&list, net, o, i, NULL);
-    }
     return list;
+}
+
+static void list_optimizer(TensorList *list, const Net *net, const Optimizer *o, real *state) {
+    for (size_t i = 0; i < count_states(o, net->settings); i++)
+        list_state(list, net, o, i, state + i * net->param_size);
+}
+
+// Lists the state of every optimizer: a checkpoint that is read for its weights may have any.
+static void list_ignored_state(TensorList *list, const Net *net) {
+    for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
+        for (size_t i = 0; i < o->state_count; i++)
+            list_state(list, net, o, i, NULL);
 }
 
 // For qsort(): the order of the safetensors library, the integers first, then by name
@@ -4906,7 +4909,9 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
                          const char *path) {
     AtomicFile f;
     char with_checksum[METADATA_SIZE + 64];
-    TensorList list = list_tensors(net, optimizer, state, TO_FILE);
+    TensorList list = list_tensors(net);
+    if (optimizer)
+        list_optimizer(&list, net, optimizer, state);
     qsort(list.tensors, list.count, sizeof *list.tensors, compare_names);
     const uint64_t checksum = place_and_hash(net, &list, metadata, path);
     snprintf(with_checksum, sizeof with_checksum, "%s" CHECKSUM_FORMAT, metadata,
@@ -5146,7 +5151,11 @@ static void check_checksum(const TensorFile *f) {
    file. If optimizer is NULL, an optimizer's tensors in the file are ignored. BatchNorm's counters
    may be missing, since older versions of PyTorch had none. */
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
-    TensorList list = list_tensors(net, optimizer, state, FROM_FILE);
+    TensorList list = list_tensors(net);
+    if (optimizer)
+        list_optimizer(&list, net, optimizer, state);
+    else
+        list_ignored_state(&list, net);
     f->checksum = hash_bytes(HASH_START, f->metadata, covered_metadata(f));
     net->batches_tracked = 0;
     locate_tensors(f, list.tensors, list.count);

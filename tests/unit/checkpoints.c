@@ -160,7 +160,7 @@ typedef struct File {
 
 static File good_file(void) {
     File f = {.metadata = "{\"format\":\"pt\"}"};
-    TensorList list = list_tensors(&spoiled_net, NULL, NULL, TO_FILE);
+    TensorList list = list_tensors(&spoiled_net);
     qsort(list.tensors, list.count, sizeof *list.tensors, compare_names);
     f.count = list.count;
     for (size_t i = 0; i < f.count; i++) {

@@ -242,7 +242,7 @@ static void compare_tensors(Net *net, const Golden *g, const char *keyword, cons
 
 static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     size_t n = which->batch;
-    TensorList list = list_tensors(net, NULL, NULL, TO_FILE);
+    TensorList list = list_tensors(net);
     TensorList grads = {.tensors = must_alloc(list.count * sizeof(Tensor), "a test")};
     list_parameters(&grads, net, "", net->grads);
     double tolerance = golden_tolerance(net, n);
