@@ -4805,12 +4805,15 @@ static TensorList list_tensors(Net *net) {
     return list;
 }
 
+// Lists the arrays that an optimizer has with these settings, each of param_size numbers, the first
+// one at `state`.
 static void list_optimizer(TensorList *list, const Net *net, const Optimizer *o, real *state) {
     for (size_t i = 0; i < count_states(o, net->settings); i++)
         list_state(list, net, o, i, state + i * net->param_size);
 }
 
-// Lists the state of every optimizer: a checkpoint that is read for its weights may have any.
+// Lists the state of every optimizer, without its values: a checkpoint that is read for its weights
+// may have any.
 static void list_ignored_state(TensorList *list, const Net *net) {
     for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
         for (size_t i = 0; i < o->state_count; i++)

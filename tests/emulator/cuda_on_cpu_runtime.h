@@ -903,7 +903,7 @@ inline EMU_UNCOUNTED void count(int kind, long bytes) {
     __atomic_fetch_add(&launched->traffic->accesses[kind], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&launched->traffic->bytes[kind], bytes, __ATOMIC_RELAXED);
 }
-// Whether the address is in an allocation, usually that of the previous access; stacks are not
+// Whether an allocation contains the address, usually the same one as at the previous access
 inline EMU_UNCOUNTED bool is_allocated(const void *address) {
     static thread_local long of; // the block in which `last` was found
     static thread_local Allocation last;
