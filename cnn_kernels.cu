@@ -1081,7 +1081,7 @@ template <class T> static void to_16_bit(void *param16, const real *param, size_
    BatchNorm and a bias's gradient need, for each channel, sums over all pixels of the batch. They
    are computed in three levels, each in a fixed order: a thread sums some pixels of a slice, of one
    channel or of a pack of channels; the threads of a channel are joined in shared memory; a second
-   kernel joins the slices, with one warp per channel. */
+   kernel joins the slices. */
 
 enum { SUM_SLICES = 512, LEAST_SLICE = 64, CONV_SLICE = 64 };
 static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
@@ -1214,24 +1214,31 @@ static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
     r.scratch[(2 * blockIdx.y + 1) * channels + first + own] = sum.b;
 }
 
-// Joins the slices of a channel, and finishes it. The lanes of a warp are joined by shuffles, which
-// read a register of another lane: after 5 exchanges lane 0 has all.   One warp per channel
-template <class KIND> static __global__ void join_slices_kernel(Row r, unsigned slice) {
-    const unsigned channels = r.s.oc, c = element() / WARP, lane = threadIdx.x % WARP;
-    const unsigned pixels = r.outputs / channels;
-    if (c >= channels) // true of whole warps only, as shuffles need all lanes
-        return;
-    Sum sum = {0, 0, 0};
-    for (unsigned i = lane; i * slice < pixels; i += WARP)
+// Joins the slices of each channel, and finishes it. JOIN_CHANNELS neighbouring channels, which are
+// one access to memory, are joined by a block, in JOIN_LINES lines that are joined in pairs then.
+// Grid: channels / JOIN_CHANNELS, of JOIN_CHANNELS x JOIN_LINES threads.   Traffic: 8 bytes for
+// each slice of a channel
+enum { JOIN_CHANNELS = 8, JOIN_LINES = 128 };
+template <class KIND>
+static __global__ void __launch_bounds__(JOIN_CHANNELS *JOIN_LINES)
+    join_slices_kernel(Row r, unsigned slice) {
+    __shared__ Sum sums[JOIN_LINES][JOIN_CHANNELS];
+    const unsigned channels = r.s.oc, c = blockIdx.x * JOIN_CHANNELS + threadIdx.x;
+    const unsigned pixels = c < channels ? r.outputs / channels : 0, line = threadIdx.y;
+    Sum *own = &sums[line][threadIdx.x], sum = {0, 0, 0};
+#pragma unroll 4
+    for (unsigned i = line; i * slice < pixels; i += JOIN_LINES)
         sum =
             KIND::join(sum, {(real)min(slice, pixels - i * slice), r.scratch[2 * i * channels + c],
                              r.scratch[(2 * i + 1) * channels + c]});
-    for (int other = WARP / 2; other > 0; other /= 2)
-        sum = KIND::join(sum, {__shfl_down_sync(0xffffffffu, sum.count, other),
-                               __shfl_down_sync(0xffffffffu, sum.a, other),
-                               __shfl_down_sync(0xffffffffu, sum.b, other)});
-    if (lane == 0)
-        KIND::finish(r, c, sum);
+    *own = sum;
+    for (unsigned other = JOIN_LINES / 2; other > 0; other /= 2) {
+        __syncthreads();
+        if (line < other)
+            *own = KIND::join(*own, own[other * JOIN_CHANNELS]);
+    }
+    if (line == 0 && c < channels)
+        KIND::finish(r, c, *own);
 }
 
 // The fewer channels there are, the more of a block's threads have other pixels. How many depends
@@ -1258,7 +1265,8 @@ template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
         sum_slices<T, KIND, Pack<T>::N>(w, slice);
     else
         sum_slices<T, KIND, 1>(w, slice);
-    LAUNCH(join_slices_kernel<KIND>, channels * WARP, row_of(w), slice);
+    LAUNCH_GRID(join_slices_kernel<KIND>, (unsigned)ceil_div(channels, JOIN_CHANNELS),
+                dim3(JOIN_CHANNELS, JOIN_LINES), 0, row_of(w), slice);
 }
 
 // Whether a convolution's forward stores the moments of its output, by slices of CONV_SLICE pixels,
@@ -1278,65 +1286,104 @@ static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout lay
     return p;
 }
 
+/* A thread of BatchNorm's kernels has EACH packs, all of the same channels, so that it loads what
+   belongs to these once: its packs are `stride` elements apart, a multiple of the channels. Where a
+   pack has other channels than the one before, with nchw or odd numbers of channels, it has one. */
+enum { NORM_PACKS = 2 };
+template <class T, int EACH> static unsigned blocks_of_packs(Work w) {
+    size_t blocks = ceil_div(packs<T>(w), EACH * THREADS);
+    while (EACH > 1 && blocks * THREADS * Pack<T>::N % w.l->out.c > 0)
+        blocks++;
+    return (unsigned)blocks;
+}
+
 /* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
    ReLU if asked. Evaluation (no draw): by the running mean and variance.
-   Traffic: 2 N elements, 3 N with a residual */
-template <class T> static __global__ void batchnorm_forward_kernel(Row r, Layout of_in, Layout) {
-    unsigned i = first_of_pack<T>();
+   Grid: blocks_of_packs().   Traffic: 2 N elements, 3 N with a residual */
+template <class T, int EACH> static __global__ void batchnorm_forward_kernel(Row r, Layout of_in) {
+    const unsigned first = first_of_pack<T>(), stride = gridDim.x * THREADS * Pack<T>::N;
     const real *means = r.stats + (r.key ? BATCH_MEAN : RUNNING_MEAN) * r.s.c;
     const real *spreads = r.stats + (r.key ? BATCH_INVERSE_STD : RUNNING_VARIANCE) * r.s.c;
-    if (i >= r.outputs)
-        return;
-    Pack<T> x = load_pack<T>(r.in, i, r.outputs);
-    Pack<T> other = r.residual ? load_pack<T>(r.residual, i, r.outputs) : Pack<T>();
-    Pack<T> mean = of_channels<T>(means, i, of_in);
-    Pack<T> spread = of_channels<T>(spreads, i, of_in);
-    Pack<T> scale = of_channels<T>(r.weight, i, of_in), shift = of_channels<T>(r.bias, i, of_in);
-    for (int j = 0; j < Pack<T>::N; j++) {
-        real inverse = r.key ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
-        real value = normalised(x.v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other.v[j];
-        x.v[j] = r.relu && value < 0 ? 0 : value;
+    Pack<T> x[EACH], other[EACH] = {};
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        x[e] = load_pack<T>(r.in, first + e * stride, r.outputs);
+        if (r.residual)
+            other[e] = load_pack<T>(r.residual, first + e * stride, r.outputs);
     }
-    store_pack(r.out, i, r.outputs, x);
+    const Pack<T> mean = of_channels<T>(means, first, of_in);
+    const Pack<T> spread = of_channels<T>(spreads, first, of_in);
+    const Pack<T> scale = of_channels<T>(r.weight, first, of_in);
+    const Pack<T> shift = of_channels<T>(r.bias, first, of_in);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        for (int j = 0; j < Pack<T>::N; j++) {
+            const real inverse = r.key ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
+            const real value =
+                normalised(x[e].v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other[e].v[j];
+            x[e].v[j] = r.relu && value < 0 ? 0 : value;
+        }
+        store_pack(r.out, first + e * stride, r.outputs, x[e]);
+    }
+}
+
+template <class T, int EACH> static void batchnorm_forward(Work w) {
+    auto *batchnorm_forward_of = batchnorm_forward_kernel<T, EACH>;
+    LAUNCH_GRID(batchnorm_forward_of, (blocks_of_packs<T, EACH>(w)), THREADS, 0, row_of(w),
+                layout_of(w.l->in, w.transposed));
 }
 
 template <class T> static void batchnorm2d_forward(Work w) {
     if (w.key)
         sum_pixels<T, Moments>(w, stores_moments(w.fused.moments_partner, w.n) ? w.moments : NULL);
-    each<batchnorm_forward_kernel<T>, packs<T>>(w);
+    by_packs<T>(w) ? batchnorm_forward<T, NORM_PACKS>(w) : batchnorm_forward<T, 1>(w);
 }
 
 /* din = weight * inverse * (d - dbias / m - x * dweight / m), over m pixels, where
    x = (in - mean) * inverse, d = dout, dbias = sum of d, dweight = sum of d * x; += if accumulate.
-   If d begins with the ReLU's backward, its mask follows from in.   Traffic: 3 N elements */
-template <class T> static __global__ void batchnorm_backward_kernel(Row r, Layout of_in, Layout) {
-    unsigned i = first_of_pack<T>();
-    if (i >= r.outputs)
-        return;
+   If d begins with the ReLU's backward, its mask follows from in.
+   Grid: blocks_of_packs().   Traffic: 3 N elements */
+template <class T, int EACH> static __global__ void batchnorm_backward_kernel(Row r, Layout of_in) {
+    const unsigned first = first_of_pack<T>(), stride = gridDim.x * THREADS * Pack<T>::N;
     const real share = 1 / (real)(r.outputs / r.s.c);
-    Pack<T> sum = r.accumulate ? load_pack<T>(r.din, i, r.outputs) : Pack<T>();
-    Pack<T> x = load_pack<T>(r.in, i, r.outputs), d = load_pack<T>(r.dout, i, r.outputs);
-    Pack<T> scale = of_channels<T>(r.weight, i, of_in);
-    Pack<T> shift = r.relu_backward ? of_channels<T>(r.bias, i, of_in) : Pack<T>();
-    Pack<T> mean = of_channels<T>(r.stats + BATCH_MEAN * r.s.c, i, of_in);
-    Pack<T> inverse = of_channels<T>(r.stats + BATCH_INVERSE_STD * r.s.c, i, of_in);
-    Pack<T> sums = of_channels<T>(r.dbias, i, of_in);
-    Pack<T> products = of_channels<T>(r.dweight, i, of_in);
-    for (int j = 0; j < Pack<T>::N; j++) {
-        real value = normalised(x.v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]);
-        if (r.relu_backward && value <= 0)
-            d.v[j] = 0;
-        real distance = (x.v[j] - mean.v[j]) * inverse.v[j];
-        sum.v[j] += scale.v[j] * inverse.v[j] *
-                    (d.v[j] - sums.v[j] * share - distance * (products.v[j] * share));
+    Pack<T> sum[EACH] = {}, x[EACH], d[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        x[e] = load_pack<T>(r.in, first + e * stride, r.outputs);
+        d[e] = load_pack<T>(r.dout, first + e * stride, r.outputs);
+        if (r.accumulate)
+            sum[e] = load_pack<T>(r.din, first + e * stride, r.outputs);
     }
-    store_pack(r.din, i, r.outputs, sum);
+    const Pack<T> scale = of_channels<T>(r.weight, first, of_in);
+    const Pack<T> shift = r.relu_backward ? of_channels<T>(r.bias, first, of_in) : Pack<T>();
+    const Pack<T> mean = of_channels<T>(r.stats + BATCH_MEAN * r.s.c, first, of_in);
+    const Pack<T> inverse = of_channels<T>(r.stats + BATCH_INVERSE_STD * r.s.c, first, of_in);
+    const Pack<T> sums = of_channels<T>(r.dbias, first, of_in);
+    const Pack<T> products = of_channels<T>(r.dweight, first, of_in);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        for (int j = 0; j < Pack<T>::N; j++) {
+            const real distance = (x[e].v[j] - mean.v[j]) * inverse.v[j];
+            const real value =
+                normalised(x[e].v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]);
+            const real change = r.relu_backward && value <= 0 ? 0 : d[e].v[j];
+            sum[e].v[j] += scale.v[j] * inverse.v[j] *
+                           (change - sums.v[j] * share - distance * (products.v[j] * share));
+        }
+        store_pack(r.din, first + e * stride, r.outputs, sum[e]);
+    }
+}
+
+template <class T, int EACH> static void batchnorm_backward(Work w) {
+    auto *batchnorm_backward_of = batchnorm_backward_kernel<T, EACH>;
+    LAUNCH_GRID(batchnorm_backward_of, (blocks_of_packs<T, EACH>(w)), THREADS, 0, row_of(w),
+                layout_of(w.l->in, w.transposed));
 }
 
 template <class T> static void batchnorm2d_backward(Work w) {
     sum_pixels<T, Gradients<true>>(w, NULL);
     if (w.din)
-        each<batchnorm_backward_kernel<T>, packs<T>>(w);
+        by_packs<T>(w) ? batchnorm_backward<T, NORM_PACKS>(w) : batchnorm_backward<T, 1>(w);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -1766,27 +1813,34 @@ template <class O> struct Result {
         Place p = origin + line.place(row);
         return p.y < h && p.x < w ? p.offset : -1;
     }
-    __device__ O value(const O *old, int column, real sum) const {
-        sum += (bias ? *in_global(bias + column) : 0) + (accumulate ? (real)*old : 0);
-        return (O)(relu && sum < 0 ? 0 : sum);
+    // The chunk that is added to, of a row that begins at `at`; zeros if nothing accumulates.
+    template <int WIDTH, int N>
+    __device__ Chunk<O, N> load_old(int at, int column, int columns) const {
+        Chunk<O, N> old = {};
+        const bool wanted = accumulate && at >= 0;
+        if (WIDTH > 1 && wanted && column < columns)
+            old = *(const Chunk<O, N> *)in_global(out + at + column);
+        for (int j = 0; j < N; j++)
+            if (WIDTH == 1 && wanted && column + j < columns)
+                old.v[j] = *in_global(out + at + column + j);
+        return old;
     }
     // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
-    template <int WIDTH>
-    __device__ void store(int at, int column, int columns, const real *sums) const {
-        O *to = in_global(out + at + column);
-        Chunk<O> chunk = {};
-        if (WIDTH > 1 && column < columns && accumulate)
-            chunk = *(const Chunk<O> *)to;
-#pragma unroll
-        for (int i = 0; i < Chunk<O>::COUNT; i++) {
-            if (column + i >= columns)
-                continue;
-            chunk.v[i] = value(WIDTH == 1 ? &to[i] : &chunk.v[i], column + i, sums[i]);
-            if (WIDTH == 1)
-                to[i] = chunk.v[i];
+    template <int WIDTH, int N>
+    __device__ void store(int at, int column, int columns, const real *sums,
+                          const Chunk<O, N> &old) const {
+        Chunk<O, N> chunk;
+        for (int j = 0; j < N; j++) {
+            const bool biased = bias && column + j < columns;
+            const real value =
+                sums[j] + ((biased ? *in_global(bias + column + j) : 0) + (real)old.v[j]);
+            chunk.v[j] = (O)(relu && value < 0 ? 0 : value);
         }
-        if (WIDTH > 1 && column < columns)
-            *(Chunk<O> *)to = chunk;
+        if (WIDTH > 1 && at >= 0 && column < columns)
+            *(Chunk<O, N> *)in_global(out + at + column) = chunk;
+        for (int j = 0; j < N; j++)
+            if (WIDTH == 1 && at >= 0 && column + j < columns)
+                *in_global(out + at + column + j) = chunk.v[j];
     }
 };
 
@@ -1937,33 +1991,42 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
     for (int i = 0; i < T::ROWS; i++) {
         const int m = job.row + row + i / 4 * APART_M + i % 4;
         const int at = m < p.rows ? p.c.at(p.c.line.digits(m)) : -1;
+        if (at < 0)
+            continue;
 #pragma unroll
-        for (int j = 0; j < T::COLUMNS; j += 4)
-            if (at >= 0)
-                p.c.template store<WIDTH>(at, job.column + column + j / 4 * APART_N, p.columns,
-                                          sums[i] + j);
+        for (int j = 0; j < T::COLUMNS; j += 4) {
+            const int first = job.column + column + j / 4 * APART_N;
+            const Chunk<real> old = p.c.template load_old<WIDTH, 4>(at, first, p.columns);
+            p.c.template store<WIDTH, 4>(at, first, p.columns, sums[i] + j, old);
+        }
     }
 }
 /* LAB 5.0 END */
 
-// out = the sum of all splits, then the epilogue, of WIDTH neighbours in a row by each thread.
-// Traffic: 4 splits N bytes, N elements
+/* out = the sum of all splits, then the epilogue. A thread sums WIDTH neighbours over every
+   blockDim.y-th split; the sums of these threads are added in shared memory.
+   Grid: elements / (WIDTH * blockDim.x), of THREADS.   Traffic: 4 splits N bytes, N elements */
 template <int WIDTH, class T, class O> static __global__ void join_splits_kernel(Product<T, O> p) {
+    __shared__ real partial[WIDTH][THREADS];
     const unsigned i = WIDTH * element();
-    if (i >= p.elements)
-        return;
     real sums[WIDTH] = {}, part[WIDTH];
-    for (int split = 0; split < p.splits; split++) {
+#pragma unroll 4
+    for (int split = threadIdx.y; split < p.splits && i < p.elements; split += blockDim.y) {
         load_chunk<real, WIDTH>(part, p.parts, split * p.elements + i);
         for (int j = 0; j < WIDTH; j++)
             sums[j] += part[j];
     }
-    Chunk<O, WIDTH> *to = (Chunk<O, WIDTH> *)(p.c.out + i), chunk = {};
-    if (p.c.accumulate)
-        chunk = *to;
     for (int j = 0; j < WIDTH; j++)
-        chunk.v[j] = p.c.value(&chunk.v[j], (int)(i % p.columns) + j, sums[j]);
-    *to = chunk;
+        partial[j][threadIdx.y * blockDim.x + threadIdx.x] = sums[j];
+    __syncthreads();
+    if (threadIdx.y > 0 || i >= p.elements)
+        return;
+    for (unsigned y = 1; y < blockDim.y; y++)
+        for (int j = 0; j < WIDTH; j++)
+            sums[j] += partial[j][y * blockDim.x + threadIdx.x];
+    const int column = (int)(i % p.columns), at = (int)i - column;
+    const Chunk<O, WIDTH> old = p.c.template load_old<WIDTH, WIDTH>(at, column, p.columns);
+    p.c.template store<WIDTH, WIDTH>(at, column, p.columns, sums, old);
 }
 
 /* ---- Launches. Where C has too few tiles to occupy a GPU, K is split among blocks (split-K): into
@@ -2018,7 +2081,12 @@ static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
         return;
     const size_t width = p.columns % 4 == 0 ? 4 : 1;
     auto *join_splits = width == 4 ? join_splits_kernel<4, T, O> : join_splits_kernel<1, T, O>;
-    LAUNCH(join_splits, p.elements / width, p);
+    size_t lines = 1; // of threads, for the splits: each has at least 4, if there are as many
+    while (lines < WARP && 8 * lines <= (size_t)p.splits)
+        lines *= 2;
+    const size_t across = THREADS / lines;
+    LAUNCH_GRID(join_splits, (unsigned)ceil_div(p.elements / width, across), dim3(across, lines), 0,
+                p);
 }
 
 // # EXTRA  --autotune on: the variant with the least mean time of 3 launches, after one to load it.
@@ -2339,20 +2407,22 @@ static __device__ uint32_t round_tf32(uint32_t x) {
 /* ---- Tiles in shared memory. A tile of A or B has lines of 16-byte chunks: ALONG_K, a line is a
    row of A or a column of B and has 8 chunks, the K of one step (64 elements, of floats 32);
    otherwise a line is one k and has as many chunks as the tile's rows or columns fill. */
-enum { TENSOR_THREADS = 128, STAGES = 3, DEPTH_CHUNKS = 8 };
+enum { STAGES = 3, DEPTH_CHUNKS = 8 };
 
-// Four warps lie as 2 x 2 in a tile of C. BLOCKS fit on a multiprocessor with the 228 KB of shared
-// memory of an H100: 2, 3 and 4. With the 164 KB of an A100 these are 1, 2 and 3 blocks, with the
-// 100 KB of sm_86, 89 and 120 1, 1 and 2; --autotune finds out which tile is the fastest there.
-template <int M_, int N_, int BLOCKS_> struct TensorTile {
-    enum { M = M_, N = N_, BLOCKS = BLOCKS_, TILE_THREADS = TENSOR_THREADS };
-    enum { WARP_M = M / 2, WARP_N = N / 2, PITCH = N + 8 };
+// Warps lie in two columns in a tile of C. BLOCKS fit on a multiprocessor with the 228 KB of shared
+// memory of an H100. With the 164 KB of an A100 these are 1, 2 and 3 blocks of the tiles of 96, 72
+// and 48 KB, with the 100 KB of sm_86, 89 and 120 1, 1 and 2; --autotune finds out which tile is
+// the fastest there.
+template <int M_, int N_, int THREADS_, int BLOCKS_> struct TensorTile {
+    enum { M = M_, N = N_, TILE_THREADS = THREADS_, BLOCKS = BLOCKS_ };
+    enum { WARP_M = M / (THREADS_ / WARP / 2), WARP_N = N / 2, PITCH = N + 8 };
     enum { CHUNKS = (M + N) * DEPTH_CHUNKS, DYNAMIC_BYTES = STAGES * CHUNKS * 16 };
     static_assert(M * PITCH * sizeof(real) <= DYNAMIC_BYTES, "the sums fit where the tiles were");
 };
-typedef TensorTile<128, 128, 2> LargeTensorTile; // 96 KB of shared memory
-typedef TensorTile<128, 64, 3> NarrowTensorTile; // 72 KB
-typedef TensorTile<64, 64, 4> SmallTensorTile;   // 48 KB
+typedef TensorTile<128, 128, 128, 2> LargeTensorTile;   // 96 KB of shared memory
+typedef TensorTile<128, 128, 256, 2> ShallowTensorTile; // 96 KB
+typedef TensorTile<128, 64, 128, 3> NarrowTensorTile;   // 72 KB
+typedef TensorTile<64, 64, 128, 4> SmallTensorTile;     // 48 KB
 
 /* The position of a chunk in a tile whose lines have PITCH chunks, a multiple of 8. Chunks whose
    positions are equal modulo 8 lie in the same banks. Eight threads that copy a line access 8
@@ -2367,15 +2437,16 @@ template <int PITCH> static __device__ int swizzle(int line, int chunk) {
    - ASYNC: load() starts to copy; store() has nothing left to do.
    - On sm_75, load() loads into registers, store() stores them.
    - AT_ONCE, where no 16 bytes are aligned (WIDTH 1): load() does both. */
-template <class T, int LINES, bool IMAGE, bool ALONG_K, int WIDTH> struct TensorLoader {
+template <class T, int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH>
+struct TensorLoader {
     enum { CHUNK = Chunk<T>::COUNT, PITCH = ALONG_K ? DEPTH_CHUNKS : LINES / CHUNK };
     enum { AT_ONCE = WIDTH == 1, ASYNC = !AT_ONCE && COMPILED_SM >= TENSOR_SM };
-    typedef Walk<T, LINES, DEPTH_CHUNKS * CHUNK, TENSOR_THREADS, IMAGE, ALONG_K, CHUNK, WIDTH>
-        Chunks;
+    typedef Walk<T, LINES, DEPTH_CHUNKS * CHUNK, LOADERS, IMAGE, ALONG_K, CHUNK, WIDTH> Chunks;
     Chunks walk;
     Chunk<T> chunks[Chunks::COUNT];
+    bool exists; // or else many threads would load the same last line
     __device__ TensorLoader(const Operand<T> &o, int first, int count, int begin)
-        : walk(o, first, count, begin) {}
+        : walk(o, first, count, begin), exists(ALONG_K || first + walk.inner < count) {}
     __device__ float4 *at(float4 *tile, int i) const {
         return tile + swizzle<PITCH>(walk.outer + i * Chunks::APART, walk.inner / CHUNK);
     }
@@ -2385,7 +2456,8 @@ template <class T, int LINES, bool IMAGE, bool ALONG_K, int WIDTH> struct Tensor
             *(Chunk<T> *)at(tile, i) = chunks[i];
     }
     __device__ void load(const Operand<T> &o, int k, int end, float4 *tile) {
-        walk.each(o, k, end, [&](int i, int piece, const T *from, bool valid) {
+        walk.each(o, k, end, [&](int i, int piece, const T *from, bool inside) {
+            const bool valid = inside && exists;
             if (ASYNC)
                 cp_async(at(tile, i), valid ? from : o.data, valid);
             else if constexpr (WIDTH > 1)
@@ -2465,21 +2537,44 @@ static __device__ void store_sums(real *to, const real (&sums)[M][N][4]) {
     __syncthreads(); // for the threads that read them
 }
 
-// Stores the sums of a tile of C, which lie in shared memory, in chunks of 16 bytes.
+// Stores the sums of a tile of C, which lie in shared memory, in chunks of 16 bytes. A thread loads
+// AT_ONCE of those that it adds to, before it waits for the first.
 template <class Tile, int WIDTH, class O>
 static __device__ void store_tile(const Result<O> &c, const real *sums, const Job &job, int rows,
                                   int columns) {
-    enum { CHUNK = Chunk<O>::COUNT, ACROSS = Tile::N / CHUNK, APART = TENSOR_THREADS / ACROSS };
-    const int column = threadIdx.x % ACROSS * CHUNK;
+    enum { CHUNK = Chunk<O>::COUNT, ACROSS = Tile::N / CHUNK, APART = Tile::TILE_THREADS / ACROSS };
+    enum { AT_ONCE = 4 };
+    const int own = threadIdx.x % ACROSS * CHUNK, column = job.column + own;
     Digits row = c.line.digits(job.row + threadIdx.x / ACROSS), step = c.line.digits(APART);
-    for (int i = threadIdx.x / ACROSS; i < Tile::M; i += APART) {
-        const int at = job.row + i < rows ? c.at(row) : -1;
-        real chunk[CHUNK];
-        load_fours<CHUNK, 4>(chunk, sums + i * Tile::PITCH + column);
-        if (at >= 0)
-            c.template store<WIDTH>(at, job.column + column, columns, chunk);
-        c.line.add(row, step);
+    for (int i = threadIdx.x / ACROSS; i < Tile::M; i += AT_ONCE * APART) {
+        int at[AT_ONCE];
+        Chunk<O> old[AT_ONCE];
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++) {
+            at[r] = job.row + i + r * APART < rows ? c.at(row) : -1;
+            old[r] = c.template load_old<WIDTH, CHUNK>(at[r], column, columns);
+            c.line.add(row, step);
+        }
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++) {
+            real chunk[CHUNK];
+            load_fours<CHUNK, 4>(chunk, sums + (i + r * APART) * Tile::PITCH + own);
+            c.template store<WIDTH, CHUNK>(at[r], column, columns, chunk, old[r]);
+        }
     }
+}
+
+// Two floats, rounded to a type: a GPU converts two to 16 bits as fast as one.
+static __device__ float2 rounded(real, float2 x) {
+    return x;
+}
+
+static __device__ float2 rounded(__nv_bfloat16, float2 x) {
+    return __bfloat1622float2(__float22bfloat162_rn(x));
+}
+
+static __device__ float2 rounded(__half, float2 x) {
+    return __half22float2(__float22half2_rn(x));
 }
 
 /* partial[slice][0][column] = mean, partial[slice][1][column] = sum of squared distances from it,
@@ -2487,21 +2582,22 @@ static __device__ void store_tile(const Result<O> &c, const real *sums, const Jo
 template <class Tile, class O>
 static __device__ void store_moments(real *partial, const real *sums, const Job &job, int rows,
                                      int columns) {
-    for (int i = threadIdx.x; i < Tile::M / CONV_SLICE * Tile::N; i += TENSOR_THREADS) {
+    for (int i = threadIdx.x; i < Tile::M / CONV_SLICE * Tile::N; i += Tile::TILE_THREADS) {
         const int row = i / Tile::N * CONV_SLICE, column = job.column + i % Tile::N;
         const real *from = sums + row * Tile::PITCH + i % Tile::N;
         real *to = partial + (job.row + row) / CONV_SLICE * 2 * columns + column;
-        real mean = 0, squares = 0;
         if (job.row + row >= rows || column >= columns)
             continue;
-        for (int j = 0; j < CONV_SLICE; j++)
-            mean += (real)(O)from[j * Tile::PITCH] / CONV_SLICE;
-        for (int j = 0; j < CONV_SLICE; j++) {
-            const real distance = (real)(O)from[j * Tile::PITCH] - mean;
-            squares += distance * distance;
+        Moments moments = {rounded(O(), {from[0], 0}).x};
+#pragma unroll 8
+        for (int j = 0; j < CONV_SLICE; j += 2, from += 2 * Tile::PITCH) {
+            const float2 pair = rounded(O(), {from[0], from[Tile::PITCH]});
+            moments.add(0, pair.x);
+            moments.add(0, pair.y);
         }
-        to[0] = mean;
-        to[columns] = squares;
+        const Sum sum = Moments::of_slice(CONV_SLICE, moments.shift, moments.a, moments.b);
+        to[0] = sum.a;
+        to[columns] = sum.b;
     }
 }
 
@@ -2511,13 +2607,13 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
    store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
    Registers: at most 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one
-   and where WIDTH is 1 (3), 128 in the small one (4). Main loop of the large tile, 16 bits: 30 to
-   32 % of the instructions are mma on sm_80 and sm_90, in the weight gradient 24 to 25 %; on sm_120
-   27 and 21 %. One mma occupies an A100's tensor core 8 cycles.
-   Grid: tiles x 1 x splits * phases, of TENSOR_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
+   and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). Main loop of the large
+   tile, 16 bits: 30 to 32 % of the instructions are mma on sm_80 and sm_90, in the weight gradient
+   24 to 25 %; on sm_120 27 and 21 %. One mma occupies an A100's tensor core 8 cycles.
+   Grid: tiles x 1 x splits * phases, of TILE_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
-static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
+static __global__ void __launch_bounds__(Tile::TILE_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
     tensor_kernel(Product<T, O> p) {
     constexpr bool on_sm_75 =
         std::is_same<T, __half>::value && std::is_same<Tile, SmallTensorTile>::value;
@@ -2527,8 +2623,10 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
     enum { DEPTH = DEPTH_CHUNKS * Chunk<T>::COUNT, TILE_A = Tile::M * DEPTH_CHUNKS };
     enum { FRAGMENTS_M = Tile::WARP_M / 16, FRAGMENTS_N = Tile::WARP_N / 16 };
     const Job job = job_of_block<Tile, B_ALONG_K>(p, DEPTH);
-    TensorLoader<T, Tile::M, true, A_ALONG_K, WIDTH> of_a(p.a, job.row, p.rows, job.begin);
-    TensorLoader<T, Tile::N, false, B_ALONG_K, WIDTH> of_b(p.b, job.column, p.columns, job.begin);
+    using LoaderA = TensorLoader<T, Tile::M, Tile::TILE_THREADS, true, A_ALONG_K, WIDTH>;
+    using LoaderB = TensorLoader<T, Tile::N, Tile::TILE_THREADS, false, B_ALONG_K, WIDTH>;
+    LoaderA of_a(p.a, job.row, p.rows, job.begin);
+    LoaderB of_b(p.b, job.column, p.columns, job.begin);
     const int warp = threadIdx.x / WARP;
     const int row = warp / 2 * Tile::WARP_M, column = warp % 2 * Tile::WARP_N;
     Fragments<T, Tile::M, A_ALONG_K, true> fragments_a(row);
@@ -2590,29 +2688,39 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, WIDTH == 1 ? 3 : Tile::
         store_tile<Tile, WIDTH>(p.c, staged, job, p.rows, p.columns);
 }
 
+// Twice as many warps hide twice as much waiting, for the first tiles and for what is added to, but
+// load 1.5 times as many fragments: on an H100 that pays off up to this depth.
+enum { SHALLOW = 768 };
+
 struct Tensor {
     template <bool A_ALONG_K, bool B_ALONG_K, class T, class O>
     static void run(const Product<T, O> &p, Work w) {
+        enum { WIDTH = Chunk<T>::COUNT, DEEP_TABLE = 0, SHALLOW_TABLE, SM_75_TABLE, TABLES };
         typedef SmallTensorTile Small;
         typedef NarrowTensorTile Narrow;
         typedef LargeTensorTile Large;
-        enum { WIDTH = Chunk<T>::COUNT };
-        static const Variant<T, O> variants[VARIANTS] = {
-            variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, 1, T, O>),
-            variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
-            variant_of<Narrow>(tensor_kernel<Narrow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
-            variant_of<Large>(tensor_kernel<Large, A_ALONG_K, B_ALONG_K, WIDTH, T, O>)};
-        static const Variant<T, O> small_ones[VARIANTS] = {variants[0], variants[1], variants[1],
-                                                           variants[1]};
-        const Variant<T, O>(&compiled)[VARIANTS] =
-            architecture >= TENSOR_SM ? variants : small_ones;
+        typedef ShallowTensorTile Shallow;
+        static const Variant<T, O>
+            single = variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, 1, T, O>),
+            small = variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
+            narrow = variant_of<Narrow>(tensor_kernel<Narrow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
+            large = variant_of<Large>(tensor_kernel<Large, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
+            shallow =
+                variant_of<Shallow>(tensor_kernel<Shallow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>);
+        static const Variant<T, O> tables[TABLES][VARIANTS] = {{single, small, narrow, large},
+                                                               {single, small, narrow, shallow},
+                                                               {single, small, small, small}};
         static thread_local bool allowed[MAX_REPLICAS]; // by device
+        const size_t own = p.depth > SHALLOW ? DEEP_TABLE : SHALLOW_TABLE;
+        const size_t table = architecture >= TENSOR_SM ? own : SM_75_TABLE;
         for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
-            CHECK(cudaFuncSetAttribute(compiled[i].kernel,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       (int)compiled[i].bytes));
+            for (size_t t = 0; t < TABLES; t++)
+                if (architecture >= TENSOR_SM || t == SM_75_TABLE)
+                    CHECK(cudaFuncSetAttribute(tables[t][i].kernel,
+                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               (int)tables[t][i].bytes));
         allowed[device] = true;
-        gemm(compiled, p, w);
+        gemm(tables[table], p, w);
     }
 };
 /* LAB 10.0 END */

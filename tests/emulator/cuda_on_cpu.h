@@ -200,6 +200,24 @@ typedef Float16<bfloat16_bits, bfloat16_value> __nv_bfloat16;
 #define __half2float(x) ((float)(x))
 #define __float2bfloat16(x) __nv_bfloat16(x)
 #define __bfloat162float(x) ((float)(x))
+struct __half2 {
+    __half x, y;
+};
+struct __nv_bfloat162 {
+    __nv_bfloat16 x, y;
+};
+inline __half2 __float22half2_rn(float2 f) {
+    return {__half(f.x), __half(f.y)};
+}
+inline float2 __half22float2(__half2 h) {
+    return {(float)h.x, (float)h.y};
+}
+inline __nv_bfloat162 __float22bfloat162_rn(float2 f) {
+    return {__nv_bfloat16(f.x), __nv_bfloat16(f.y)};
+}
+inline float2 __bfloat1622float2(__nv_bfloat162 b) {
+    return {(float)b.x, (float)b.y};
+}
 
 // As in CUDA: of a number and a NaN, the number.
 template <class A, class B> std::common_type_t<A, B> min(A a, B b) {

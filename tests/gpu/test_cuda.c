@@ -1246,7 +1246,7 @@ static void run_timed(const Kernels *k, const Task *t, void *const *a, real *scr
 static void test_choice_of_tiles(const Kernels *k) {
     static const struct {
         size_t channels, height, width, threads[2]; // tiled, tensor
-    } shapes[] = {{32, 64, 32, {128, 128}}, {64, 128, 64, {128, 128}}, {128, 128, 128, {256, 128}}};
+    } shapes[] = {{32, 64, 32, {128, 128}}, {64, 128, 64, {128, 128}}, {128, 128, 128, {256, 256}}};
     DeviceInfo info = {0};
     k->device->describe(&info);
     const bool tensor = k->name == TENSOR;                        // whose smallest tile is 64 x 64

@@ -37,12 +37,14 @@ template <class T> static T element_of(uint32_t code) {
     return element;
 }
 
+enum { FRAGMENT_THREADS = 128 };
+
 /* found[i][pair][thread][r] = register r of the fragments of a tile that is loaded from a matrix.
    Grid: 1 block.   Shared memory: LINES * 128 bytes */
 template <class T, int LINES, bool ALONG_K, bool IS_A, int WIDTH>
 static __global__ void fragments_kernel(Operand<T> o, uint32_t *found, int end) {
     extern __shared__ __align__(128) float4 tiles[];
-    TensorLoader<T, LINES, false, ALONG_K, WIDTH> loader(o, 0, LINES, 0);
+    TensorLoader<T, LINES, FRAGMENT_THREADS, false, ALONG_K, WIDTH> loader(o, 0, LINES, 0);
     Fragments<T, LINES, ALONG_K, IS_A> read(threadIdx.x / WARP % 2 * LINES / 2);
     loader.load(o, 0, end, tiles);
     loader.store(tiles);
@@ -54,7 +56,7 @@ static __global__ void fragments_kernel(Operand<T> o, uint32_t *found, int end) 
             uint32_t f[4];
             read.load(f, tiles, i, pair);
             for (int r = 0; r < 4; r++)
-                found[((i * 4 + pair) * TENSOR_THREADS + threadIdx.x) * 4 + r] = f[r];
+                found[((i * 4 + pair) * FRAGMENT_THREADS + threadIdx.x) * 4 + r] = f[r];
         }
 }
 
@@ -63,7 +65,7 @@ static __global__ void fragments_kernel(Operand<T> o, uint32_t *found, int end) 
 template <class T, int LINES, bool ALONG_K, bool IS_A, int WIDTH>
 static size_t wrong_fragments(int k_end) {
     enum { CHUNK = Chunk<T>::COUNT, DEPTH = DEPTH_CHUNKS * CHUNK, PER = 4 / sizeof(T) };
-    enum { COUNT = LINES / 32 * 4 * TENSOR_THREADS * 4 };
+    enum { COUNT = LINES / 32 * 4 * FRAGMENT_THREADS * 4 };
     T *host = (T *)calloc(LINES * DEPTH, sizeof *host);
     uint32_t *found = (uint32_t *)calloc(COUNT, sizeof *found);
     for (int line = 0; line < LINES; line++)
@@ -74,13 +76,13 @@ static size_t wrong_fragments(int k_end) {
     uint32_t *on_device = to_device(found, COUNT);
     Operand<T> o = {matrix, plain(ALONG_K ? DEPTH : LINES), plain(1)};
     fragments_kernel<T, LINES, ALONG_K, IS_A, WIDTH>
-        <<<1, TENSOR_THREADS, LINES * 128, stream()>>>(o, on_device, k_end);
+        <<<1, FRAGMENT_THREADS, LINES * 128, stream()>>>(o, on_device, k_end);
     CHECK_LAUNCH();
     copy(found, on_device, COUNT * sizeof *found);
     size_t wrong = 0;
     for (int at = 0; at < COUNT; at++) {
         int r = at % 4, lane = at / 4 % WARP, warp = at / 4 / WARP % 4;
-        int pair = at / 4 / TENSOR_THREADS % 4, i = at / 4 / TENSOR_THREADS / 4;
+        int pair = at / 4 / FRAGMENT_THREADS % 4, i = at / 4 / FRAGMENT_THREADS / 4;
         int eight = IS_A ? r % 2 : r / 2, half = IS_A ? r / 2 : r % 2;
         int line = warp % 2 * LINES / 2 + i * 16 + eight * 8 + lane / 4;
         for (int e = 0; e < PER; e++) {
@@ -393,6 +395,7 @@ static size_t wrong_residents(void) {
     size_t wrong = 0;
     for (const auto &gpu : gpus) {
         wrong += resident<LargeTensorTile>(gpu.kb) != gpu.blocks[0];
+        wrong += resident<ShallowTensorTile>(gpu.kb) != gpu.blocks[0];
         wrong += resident<NarrowTensorTile>(gpu.kb) != gpu.blocks[1];
         wrong += resident<SmallTensorTile>(gpu.kb) != gpu.blocks[2];
     }
