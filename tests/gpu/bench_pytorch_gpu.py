@@ -100,7 +100,7 @@ def training_step(model, mode, batch, device):
             group["capturable"] = True
 
     # small gradients would be 0 in fp16; in the other precisions it does nothing
-    scaler = torch.cuda.amp.GradScaler(enabled=mode.precision == "fp16" and device == "cuda")
+    scaler = torch.amp.GradScaler(device, enabled=mode.precision == "fp16" and device == "cuda")
 
     def step():
         optimizer.zero_grad(set_to_none=True)
