@@ -1829,18 +1829,21 @@ template <class O> struct Result {
     template <int WIDTH, int N>
     __device__ void store(int at, int column, int columns, const real *sums,
                           const Chunk<O, N> &old) const {
+        O *to = in_global(out + at + column);
         Chunk<O, N> chunk;
+        if (at < 0 || column >= columns)
+            return;
         for (int j = 0; j < N; j++) {
-            const bool biased = bias && column + j < columns;
+            const bool biased = bias && (WIDTH > 1 || column + j < columns);
             const real value =
                 sums[j] + ((biased ? *in_global(bias + column + j) : 0) + (real)old.v[j]);
             chunk.v[j] = (O)(relu && value < 0 ? 0 : value);
         }
-        if (WIDTH > 1 && at >= 0 && column < columns)
-            *(Chunk<O, N> *)in_global(out + at + column) = chunk;
+        if (WIDTH > 1)
+            *(Chunk<O, N> *)to = chunk;
         for (int j = 0; j < N; j++)
-            if (WIDTH == 1 && at >= 0 && column + j < columns)
-                *in_global(out + at + column + j) = chunk.v[j];
+            if (WIDTH == 1 && column + j < columns)
+                to[j] = chunk.v[j];
     }
 };
 
@@ -1991,6 +1994,8 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
     for (int i = 0; i < T::ROWS; i++) {
         const int m = job.row + row + i / 4 * APART_M + i % 4;
         const int at = m < p.rows ? p.c.at(p.c.line.digits(m)) : -1;
+        if (at < 0)
+            continue;
         if (at < 0)
             continue;
 #pragma unroll
@@ -2695,7 +2700,8 @@ enum { SHALLOW = 768 };
 struct Tensor {
     template <bool A_ALONG_K, bool B_ALONG_K, class T, class O>
     static void run(const Product<T, O> &p, Work w) {
-        enum { WIDTH = Chunk<T>::COUNT, DEEP_TABLE = 0, SHALLOW_TABLE, SM_75_TABLE, TABLES };
+        enum { WIDTH = Chunk<T>::COUNT };
+        enum Table { DEEP_TABLE, SHALLOW_TABLE, SM_75_TABLE, TABLES };
         typedef SmallTensorTile Small;
         typedef NarrowTensorTile Narrow;
         typedef LargeTensorTile Large;
@@ -2711,8 +2717,8 @@ struct Tensor {
                                                                {single, small, narrow, shallow},
                                                                {single, small, small, small}};
         static thread_local bool allowed[MAX_REPLICAS]; // by device
-        const size_t own = p.depth > SHALLOW ? DEEP_TABLE : SHALLOW_TABLE;
-        const size_t table = architecture >= TENSOR_SM ? own : SM_75_TABLE;
+        const Table own = p.depth > SHALLOW ? DEEP_TABLE : SHALLOW_TABLE;
+        const Table table = architecture >= TENSOR_SM ? own : SM_75_TABLE;
         for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
             for (size_t t = 0; t < TABLES; t++)
                 if (architecture >= TENSOR_SM || t == SM_75_TABLE)

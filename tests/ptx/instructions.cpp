@@ -228,6 +228,10 @@ static void add_conversions(Table &t) {
     add(t, CONVERT, "cvt.sat", "f32.f32", [](f32 a) { return a > 0 ? a < 1 ? a : 1 : 0; });
     add(t, CONVERT, "cvt.rmi", "f32.f32", [](f32 a) { return floorf(a); });
     add(t, CONVERT, "cvt.rn", "bf16.f32", [](f32 a) { return bf16_of(a); });
+    add(t, CONVERT, "cvt.rn", "bf16x2.f32",
+        [](f32 a, f32 b) { return bf16_of(a) << 16 | bf16_of(b); });
+    add(t, CONVERT, "cvt.rn", "f16x2.f32",
+        [](f32 a, f32 b) { return half_of(a) << 16 | half_of(b); });
     add(t, CONVERT, "cvt", "f32.bf16", [](u32 a) { return a << 16; });
     add(t, CONVERT, "cvt.rn", "f16.f32", [](f32 a) { return half_of(a); });
     add(t, CONVERT, "cvt", "f32.f16", [](u32 a) { return _cvtsh_ss((u16)a); });
