@@ -1220,7 +1220,7 @@ static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
 // each slice of a channel
 enum { JOIN_CHANNELS = 8, JOIN_LINES = 128 };
 template <class KIND>
-static __global__ void __launch_bounds__(JOIN_CHANNELS *JOIN_LINES)
+static __global__ void __launch_bounds__(JOIN_CHANNELS *JOIN_LINES, 1)
     join_slices_kernel(Row r, unsigned slice) {
     __shared__ Sum sums[JOIN_LINES][JOIN_CHANNELS];
     const unsigned channels = r.s.oc, c = blockIdx.x * JOIN_CHANNELS + threadIdx.x;
@@ -1704,10 +1704,10 @@ template <class T> static __device__ T *in_global(T *address) {
    `inner` is a thread's first element in the direction of neighbours, in which INNER threads lie
    side by side; `outer` is its first chunk in the other direction, and its chunks are APART there.
    Constructors get the first line of the tile, the number of lines of the operand, and k of the
-   first tile. Lines beyond the operand load its last ones; what is computed with them is not
-   stored. each(o, k, end, load) calls load(chunk, piece, address, valid) for all pieces of the tile
-   at k, which must follow the last call's. A piece that is not valid counts as 0: it is outside of
-   the image, or not below `end`. */
+   first tile. Lines beyond the operand have the addresses of its last ones; what is computed with
+   them is not stored. each(o, k, end, load) calls load(chunk, piece, address, valid) for all pieces
+   of the tile at k, which must follow the last call's. A piece that is not valid counts as 0: it is
+   outside of the image, or not below `end`. */
 template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, int CHUNK, int WIDTH>
 struct AlongK {
     enum { INNER = DEPTH / CHUNK, APART = LOADERS / INNER };
@@ -1829,10 +1829,10 @@ template <class O> struct Result {
     template <int WIDTH, int N>
     __device__ void store(int at, int column, int columns, const real *sums,
                           const Chunk<O, N> &old) const {
-        O *to = in_global(out + at + column);
         Chunk<O, N> chunk;
         if (at < 0 || column >= columns)
             return;
+        O *to = in_global(out + at + column);
         for (int j = 0; j < N; j++) {
             const bool biased = bias && (WIDTH > 1 || column + j < columns);
             const real value =
@@ -1994,8 +1994,6 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
     for (int i = 0; i < T::ROWS; i++) {
         const int m = job.row + row + i / 4 * APART_M + i % 4;
         const int at = m < p.rows ? p.c.at(p.c.line.digits(m)) : -1;
-        if (at < 0)
-            continue;
         if (at < 0)
             continue;
 #pragma unroll
@@ -2449,7 +2447,7 @@ struct TensorLoader {
     typedef Walk<T, LINES, DEPTH_CHUNKS * CHUNK, LOADERS, IMAGE, ALONG_K, CHUNK, WIDTH> Chunks;
     Chunks walk;
     Chunk<T> chunks[Chunks::COUNT];
-    bool exists; // or else many threads would load the same last line
+    bool exists; // of the matrix across K this thread's lines; or many would load the last one
     __device__ TensorLoader(const Operand<T> &o, int first, int count, int begin)
         : walk(o, first, count, begin), exists(ALONG_K || first + walk.inner < count) {}
     __device__ float4 *at(float4 *tile, int i) const {
@@ -2543,25 +2541,26 @@ static __device__ void store_sums(real *to, const real (&sums)[M][N][4]) {
 }
 
 // Stores the sums of a tile of C, which lie in shared memory, in chunks of 16 bytes. A thread loads
-// AT_ONCE of those that it adds to, before it waits for the first.
+// OLD of those that it adds to, before it waits for the first.
 template <class Tile, int WIDTH, class O>
 static __device__ void store_tile(const Result<O> &c, const real *sums, const Job &job, int rows,
                                   int columns) {
     enum { CHUNK = Chunk<O>::COUNT, ACROSS = Tile::N / CHUNK, APART = Tile::TILE_THREADS / ACROSS };
-    enum { AT_ONCE = 4 };
+    enum { OLD = 4 };
+    static_assert(Tile::M % (OLD * APART) == 0, "threads have equally many rows");
     const int own = threadIdx.x % ACROSS * CHUNK, column = job.column + own;
     Digits row = c.line.digits(job.row + threadIdx.x / ACROSS), step = c.line.digits(APART);
-    for (int i = threadIdx.x / ACROSS; i < Tile::M; i += AT_ONCE * APART) {
-        int at[AT_ONCE];
-        Chunk<O> old[AT_ONCE];
+    for (int i = threadIdx.x / ACROSS; i < Tile::M; i += OLD * APART) {
+        int at[OLD];
+        Chunk<O> old[OLD];
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; r++) {
+        for (int r = 0; r < OLD; r++) {
             at[r] = job.row + i + r * APART < rows ? c.at(row) : -1;
             old[r] = c.template load_old<WIDTH, CHUNK>(at[r], column, columns);
             c.line.add(row, step);
         }
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; r++) {
+        for (int r = 0; r < OLD; r++) {
             real chunk[CHUNK];
             load_fours<CHUNK, 4>(chunk, sums + (i + r * APART) * Tile::PITCH + own);
             c.template store<WIDTH, CHUNK>(at[r], column, columns, chunk, old[r]);
@@ -2575,11 +2574,13 @@ static __device__ float2 rounded(real, float2 x) {
 }
 
 static __device__ float2 rounded(__nv_bfloat16, float2 x) {
-    return __bfloat1622float2(__float22bfloat162_rn(x));
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x.x, x.y);
+    return {__low2float(pair), __high2float(pair)};
 }
 
 static __device__ float2 rounded(__half, float2 x) {
-    return __half22float2(__float22half2_rn(x));
+    const __half2 pair = __floats2half2_rn(x.x, x.y);
+    return {__low2float(pair), __high2float(pair)};
 }
 
 /* partial[slice][0][column] = mean, partial[slice][1][column] = sum of squared distances from it,
@@ -2608,13 +2609,14 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
 
 /* C = A * B over the K of this split, as gemm_kernel computes it, for elements T; C of O. While one
    step's tile is multiplied, the tile of STAGES - 1 steps later is copied to the last one's place.
-   A warp loads the fragments of its 64 x 64 elements of C (64 x 32, 32 x 32 in the smaller tiles),
-   8 of them for 32 mma. Finally the sums go through shared memory, so that neighbouring threads
-   store neighbouring chunks; lines are padded by 8 numbers, so that a warp uses different banks.
+   A warp loads the fragments of its 64 x 64 elements of C, 8 of them for 32 mma (64 x 32, 32 x 32
+   in the smaller tiles; 32 x 64 in the shallow one, 6 fragments for 16 mma). Finally the sums go
+   through shared memory, so that neighbouring threads store neighbouring chunks; lines are padded
+   by 8 numbers, so that a warp uses different banks.
    Registers: at most 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one
-   and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). Main loop of the large
-   tile, 16 bits: 30 to 32 % of the instructions are mma on sm_80 and sm_90, in the weight gradient
-   24 to 25 %; on sm_120 27 and 21 %. One mma occupies an A100's tensor core 8 cycles.
+   and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). Main loop of the
+   large tile, 16 bits: 30 to 32 % of the instructions are mma on sm_80 and sm_90, in the weight
+   gradient 24 to 25 %; on sm_120 27 and 21 %. One mma occupies an A100's tensor core 8 cycles.
    Grid: tiles x 1 x splits * phases, of TILE_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
@@ -2694,7 +2696,7 @@ static __global__ void __launch_bounds__(Tile::TILE_THREADS, WIDTH == 1 ? 3 : Ti
 }
 
 // Twice as many warps hide twice as much waiting, for the first tiles and for what is added to, but
-// load 1.5 times as many fragments: on an H100 that pays off up to this depth.
+// load 1.5 times as many fragments: on an H100 that pays off up to this depth, of all splits.
 enum { SHALLOW = 768 };
 
 struct Tensor {

@@ -206,17 +206,17 @@ struct __half2 {
 struct __nv_bfloat162 {
     __nv_bfloat16 x, y;
 };
-inline __half2 __float22half2_rn(float2 f) {
-    return {__half(f.x), __half(f.y)};
+inline __half2 __floats2half2_rn(float low, float high) {
+    return {__half(low), __half(high)};
 }
-inline float2 __half22float2(__half2 h) {
-    return {(float)h.x, (float)h.y};
+inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) {
+    return {__nv_bfloat16(low), __nv_bfloat16(high)};
 }
-inline __nv_bfloat162 __float22bfloat162_rn(float2 f) {
-    return {__nv_bfloat16(f.x), __nv_bfloat16(f.y)};
+template <class PAIR> float __low2float(PAIR p) {
+    return (float)p.x;
 }
-inline float2 __bfloat1622float2(__nv_bfloat162 b) {
-    return {(float)b.x, (float)b.y};
+template <class PAIR> float __high2float(PAIR p) {
+    return (float)p.y;
 }
 
 // As in CUDA: of a number and a NaN, the number.

@@ -943,7 +943,7 @@ static void norm_backward_bound(const Task *t, const Array *before, const Array 
 static const struct {
     Shape s;
     size_t n;
-} norms[] = {{{5, 7, 33}, 2}, {{1, 1, 5}, 1},   {{1, 1, 64}, 7}, {{5, 7, 6}, 9},
+} norms[] = {{{5, 7, 33}, 2}, {{1, 1, 5}, 1},   {{1, 1, 64}, 7}, {{5, 7, 6}, 9},   {{96, 97, 4}, 1},
              {{8, 8, 70}, 1}, {{13, 5, 32}, 1}, {{9, 9, 3}, 55}, {{17, 17, 7}, 16}};
 
 static Layer norm_layer(size_t i) {
@@ -1189,9 +1189,11 @@ static void test_tiles(const Kernels *k) {
     static const struct {
         Shape in;
         size_t channels, kernel, stride, n;
-    } shapes[] = {
-        {{9, 9, 8}, 136, 3, 2, 4}, {{12, 11, 72}, 40, 1, 1, 3}, {{4, 4, 64}, 72, 3, 1, 9}};
-    for (size_t i = 0; i < (quick ? 2 : 3) && k->name != NAIVE; i++) {
+    } shapes[] = {{{9, 9, 8}, 136, 3, 2, 4},
+                  {{12, 11, 72}, 40, 1, 1, 3},
+                  {{4, 4, 96}, 72, 3, 1, 2},
+                  {{4, 4, 64}, 72, 3, 1, 9}};
+    for (size_t i = 0; i < (quick ? 3 : 4) && k->name != NAIVE; i++) {
         const Layer *l = first_layer(shapes[i].in);
         size_t n = shapes[i].n;
         conv2d_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
@@ -1245,16 +1247,20 @@ static void run_timed(const Kernels *k, const Task *t, void *const *a, real *scr
 // least to do. The emulator's clock shows which one ran: it counts the threads of all blocks.
 static void test_choice_of_tiles(const Kernels *k) {
     static const struct {
-        size_t channels, height, width, threads[2]; // tiled, tensor
-    } shapes[] = {{32, 64, 32, {128, 128}}, {64, 128, 64, {128, 128}}, {128, 128, 128, {256, 256}}};
+        size_t depth, channels, height, width, threads[2]; // tiled, tensor
+    } shapes[] = {{8, 32, 64, 32, {128, 128}},
+                  {8, 64, 128, 64, {128, 128}},
+                  {8, 128, 128, 128, {256, 256}},
+                  {776, 128, 128, 128, {256, 128}}};
     DeviceInfo info = {0};
     k->device->describe(&info);
     const bool tensor = k->name == TENSOR;                        // whose smallest tile is 64 x 64
     if (!info.emulated || k->name == NAIVE || getenv("CUEMU_SM")) // CUEMU_SM: another GPU
         return;
     setenv("CUEMU_CLOCK", "1", 1);
-    for (size_t i = tensor; i < 3; i++) {
-        const Layer *l = first_layer((Shape){128, 128, 8});
+    const size_t count = k->precision == BF16 && !quick ? 4 : 3; // the deep one takes seconds
+    for (size_t i = tensor; i < count; i++) {
+        const Layer *l = first_layer((Shape){128, 128, shapes[i].depth});
         const size_t rows = 128 * 128, tile = shapes[i].height * shapes[i].width;
         conv2d_bias(&net, 0, shapes[i].channels, 1, 1, 0, false);
         Array a[] = {typed(output_array("out", rows * l->out.c, 1)),
@@ -1264,8 +1270,9 @@ static void test_choice_of_tiles(const Kernels *k) {
         const size_t threads = (size_t)lround(1e6 * k->device->elapsed(0, 1));
         const size_t expected = rows * l->out.c / tile * shapes[i].threads[tensor];
         if (threads != expected)
-            fail("%zu channels: %zu threads ran, expected %zu, for tiles of %zu x %zu",
-                 shapes[i].channels, threads, expected, shapes[i].height, shapes[i].width);
+            fail("%zu to %zu channels: %zu threads ran, expected %zu, for tiles of %zu x %zu",
+                 shapes[i].depth, shapes[i].channels, threads, expected, shapes[i].height,
+                 shapes[i].width);
         for (size_t k = 0; k < 4; k++)
             free(a[k].at);
     }

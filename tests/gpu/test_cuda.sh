@@ -473,7 +473,7 @@ bugs=$(cat <<'END'
 3 batchnorm2d s/sums.v\[j\] \* share - distance/sums.v[j] * share + distance/
 3 maxpool2d /maxpool2d_backward_apart_kernel(/,/^}/s/taps.v\[j\] == tap/taps.v[j] >= tap/
 3 tiled s/m < p.rows ? p.c.at(/m <= p.rows ? p.c.at(/
-4 batchnorm2d s/ + other.v\[j\];/;/
+4 batchnorm2d s/ + other\[e\].v\[j\];/;/
 4 gather s/first = i % blocks \* 4/first = i % blocks \* 3/
 4 naive s/weight\[(tap \* s.c + c) \* s.oc + o.c\]/weight[(tap * s.c + c) * s.c + o.c]/
 4 tiled s/p.parts + split \* p.elements, /p.parts + split * p.elements - split, /
@@ -482,7 +482,7 @@ bugs=$(cat <<'END'
 5 maxpool2d s/rows = o.y == s.oh - 1 ? s.h - top : s.stride/rows = s.stride/
 5 relu /store_chunk(void \*to, unsigned i, unsigned count/,/^}/s/i + j < count/i + j <= count/
 5 tiled s/i \/ 4 \* APART_M + i % 4/i \/ 4 * APART_N + i % 4/
-6 tiled s/(accumulate ? (real)\*old : 0)/0/
+6 tiled s/wanted = accumulate \&\& at/wanted = false \&\& at/
 7 tiled s/return max(parts, sums)/return max(sums, sums)/
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 8 fused s/w.fused.relu_backward \&\& (w.residual/w.fused.relu_backward \&\& (!w.residual/
@@ -503,14 +503,14 @@ bugs=$(cat <<'END'
 14 bf16 /auto load_next/,/};/s/cp_async_commit();/;/
 15 bf16 s/previous = stage > 0 ? stage - 1 : STAGES - 1/previous = stage/
 16 tf32 s/eight = IS_A ? r % 2 : r \/ 2/eight = IS_A ? r \/ 2 : r \/ 2/
-17 bf16 s/(at, job.column + column, columns, chunk)/(at, job.column + column, columns + 8, chunk)/
+17 bf16 s/(at\[r\], column, columns, chunk/(at[r], column, columns + 8, chunk/
 18 fp16 s/sums\[i \/ 2\]\[j\]\[i % 2 \* 2 + 1\]/sums[i \/ 2][j][i % 2 * 2]/
 19 bf16 s/y\[j \/ 2\] + j % 2 \* 2)/y[j \/ 2] + j % 2)/
 20 bf16 s/v\[piece\] = valid ? \*in_global(from)/v[piece] = valid ? *in_global(from + piece)/
 21 bf16 s/const int row = warp \/ 2 \* Tile::WARP_M/const int row = warp % 2 * Tile::WARP_M/
 22 fp16 s/tile + TILE_A, j, pair)/tile + TILE_A, j, pair ^ 1)/
 23 tiled s/o.column.add(k_digits, piece < PIECES - 1/o.column.add(k_digits, piece < PIECES/
-24 tiled s/(int)(i % p.columns) + j, sums/(int)(i % p.columns), sums/
+24 tiled s/split += blockDim.y/split += blockDim.y + 1/
 END
 )
 

@@ -42,6 +42,7 @@ build_for() {
     [ $status -eq 0 ]
 }
 
+same "arguments of __launch_bounds__" "" "$(grep -n '__launch_bounds__(' "$repo/cnn_kernels.cu" | grep -v ', ')"
 if ! command -v "$hipcc" >/dev/null; then
     skip build "hipcc is not installed"
     exit 0

@@ -108,8 +108,11 @@ bug return_before_barrier tiled tiny 'have ended|has ended' \
     KIND kinds[N];'
 bug too_little_shared_memory bf16 tiny 'of shared memory' 'DYNAMIC_BYTES = STAGES * CHUNKS * 16 };' \
     'DYNAMIC_BYTES = STAGES * CHUNKS * 16 - 4096 };'
-bug shuffle_without_all_lanes tiled tiny 'lane' '    if (c >= channels) // true of whole' \
-    '    if (c >= channels || lane > pixels / slice + 15) // true of whole'
+bug shuffle_without_all_lanes tiled "all softmax" 'lane' 'largest = -INFINITY, sum = 0;
+    if (image >= r.n)' 'largest = -INFINITY, sum = 0;
+    if (image >= r.n || lane > 30)'
+bug no_barrier_in_join tiled tiny 'race in shared|never written' '        __syncthreads();
+        if (line < other)' '        if (line < other)'
 bug rounding_of_tf32_missing tf32 "all rounding" '^fail' '? x + 0x1000 : x;' '? x : x;'
 bug host_pointer tiled "all dropout" "may be the host's" '? d.v[j] * (1 / (1 - r.p)) : 0;' \
     '? d.v[j] * (1 / (1 - r.l->p)) : 0;'
