@@ -128,38 +128,55 @@ def untouched():
     same("nothing_written_outside", [], os.listdir(f"{MADE}/canary"))
 
 
-# Code in place of TODO 1.1, and the flag that it gets.
+# Of a lab on the CPU and one on the GPU: the file, the part, code in place of that part, and the flag that it gets.
+RELU_KERNEL = """static __global__ void relu_forward_kernel(real *out, const real *in, unsigned count) {
+    for (unsigned i = element(); i < count; KERNEL)
+        out[i] = in[i] < 0 ? 0 : in[i];
+}
+static void relu_forward(Work w) {
+    HOST
+    LAUNCH(relu_forward_kernel, outputs(w), w.out, w.in, outputs(w));
+}
+"""
 HOSTILE = {
-    "never_ends": ("for (;;)\n    ;", ("code", "test 1", "stopped after")),
-    "forks": ("for (;;)\n    fork();", ("code", "test 1", "uses fork, which this task has no use for")),
-    "uses_a_socket": ("extern int socket(int, int, int);\n    socket(2, 1, 0);",
-                      ("code", "test 1", "uses socket, which this task has no use for")),
-    "removes_files": ('remove("CANARY/kept");', ("code", "test 1", "uses remove, which this task has no use for")),
-    "writes_files": ('mkdir("CANARY/made", 0777);', ("code", "test 1", "uses mkdir, which this task has no use for"))}
+    "1": ("cnn.c", "1.1", {
+        "never_ends": ("for (;;)\n    ;", ("code", "test 1", "stopped after")),
+        "forks": ("for (;;)\n    fork();", ("code", "test 1", "uses fork, which this task has no use for")),
+        "uses_a_socket": ("extern int socket(int, int, int);\n    socket(2, 1, 0);",
+                          ("code", "test 1", "uses socket, which this task has no use for")),
+        "removes_files": ('remove("CANARY/kept");', ("code", "test 1", "uses remove, which this task has no use for")),
+        "writes_files": ('mkdir("CANARY/made", 0777);',
+                         ("code", "test 1", "uses mkdir, which this task has no use for"))}),
+    "4": ("cnn_kernels.cu", "4.1", {
+        "kernel_never_ends": (RELU_KERNEL.replace("KERNEL", "").replace("HOST", ""),
+                              ("code", "test 1", "stopped after")),
+        "launch_removes_files": (RELU_KERNEL.replace("KERNEL", "i += count").replace("HOST", 'remove("CANARY/kept");'),
+                                 ("code", "test 1", "uses remove, which this task has no use for"))})}
 
 
-def test_hostile_code():
-    """Parts of lab 1 that do harm if they are run; none of them earns a point."""
-    starter, given = f"{MADE}/starter1", f"{MADE}/given1"
-    subprocess.run([f"{REPO}/labs/check/starter.sh", "1", starter], check=True, stdout=subprocess.DEVNULL)
-    text = submissions.load(f"{starter}/cnn.c")
-    begin, end = (re.search(rf"/\* LAB 1.1 {word}.*\n", text) for word in ("BEGIN", "END"))
-    for name, (code, _) in HOSTILE.items():
+def test_hostile_code(lab):
+    """Parts of a lab that do harm if they are run; none of them earns a point."""
+    file, part, made = HOSTILE[lab]
+    starter, given, grades = (f"{MADE}/{name}{lab}" for name in ("starter", "given", "grades"))
+    subprocess.run([f"{REPO}/labs/check/starter.sh", lab, starter], check=True, stdout=subprocess.DEVNULL)
+    text = submissions.load(f"{starter}/{file}")
+    begin, end = (re.search(rf"/\* LAB {part} {word}.*\n", text) for word in ("BEGIN", "END"))
+    for name, (code, _) in made.items():
         code = code.replace("CANARY", f"{MADE}/canary")
-        submissions.save(f"{given}/{name}/cnn.c", f"{text[:begin.end()]}{code}\n    {text[end.start():]}")
+        submissions.save(f"{given}/{name}/{file}", f"{text[:begin.end()]}{code}\n    {text[end.start():]}")
     os.chmod(f"{MADE}/canary", 0o777)
     submissions.save(f"{MADE}/canary/kept", "kept")
-    done = subprocess.run([f"{REPO}/labs/grade", "--lab", "1", "--out", f"{MADE}/grades1", "--starter", starter,
-                           "--again", "0", "--isolation", KIND, *(f"{given}/{name}" for name in HOSTILE)],
+    done = subprocess.run([f"{REPO}/labs/grade", "--lab", lab, "--out", grades, "--starter", starter,
+                           "--again", "0", "--isolation", KIND, *(f"{given}/{name}" for name in made)],
                           capture_output=True, text=True,
                           check=False, env=dict(os.environ, LIMIT_S="15"))
-    same("hostile/status", 0, done.returncode)
-    for name, (_, wanted) in HOSTILE.items():
-        page = submissions.load(f"{MADE}/grades1/pages/{name}.html")
+    same(f"hostile/lab {lab}/status", 0, done.returncode)
+    for name, (_, wanted) in made.items():
+        page = submissions.load(f"{grades}/pages/{name}.html")
         verdict(f"hostile/{name}", wanted, flags_of(page), has(flags_of(page), wanted))
         verdict(f"hostile/{name}/points", "0 of 20", page[:2000], "0 of 20 auto-graded points" in page)
         harmless(f"hostile/{name}/page", page)
-    same("hostile/canary", ["kept"], os.listdir(f"{MADE}/canary"))
+    same(f"hostile/lab {lab}/canary", ["kept"], os.listdir(f"{MADE}/canary"))
     os.remove(f"{MADE}/canary/kept")
 
 
@@ -321,7 +338,8 @@ def main():
     try_sandbox.test_all(verdict, MADE, QUICK)
     test_whole(["anna"] if QUICK else some(every))
     if not QUICK:
-        test_hostile_code()
+        for lab in ["1", *some(["4"])]:
+            test_hostile_code(lab)
 
 
 if __name__ == "__main__":
