@@ -1214,31 +1214,39 @@ static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
     r.scratch[(2 * blockIdx.y + 1) * channels + first + own] = sum.b;
 }
 
-// Joins the slices of each channel, and finishes it. JOIN_CHANNELS neighbouring channels, which are
-// one access to memory, are joined by a block, in JOIN_LINES lines that are joined in pairs then.
-// Grid: channels / JOIN_CHANNELS, of JOIN_CHANNELS x JOIN_LINES threads.   Traffic: 8 bytes for
-// each slice of a channel
-enum { JOIN_CHANNELS = 8, JOIN_LINES = 128 };
+// Joins the slices of each channel, and finishes it. A block has neighbouring channels across, and
+// lines of threads that share their slices; then the lines are joined in pairs.
+// Grid: channels / blockDim.x, of JOINERS.   Traffic: 8 bytes for each slice of a channel
+enum { JOINERS = 1024 };
 template <class KIND>
-static __global__ void __launch_bounds__(JOIN_CHANNELS *JOIN_LINES, 1)
-    join_slices_kernel(Row r, unsigned slice) {
-    __shared__ Sum sums[JOIN_LINES][JOIN_CHANNELS];
-    const unsigned channels = r.s.oc, c = blockIdx.x * JOIN_CHANNELS + threadIdx.x;
-    const unsigned pixels = c < channels ? r.outputs / channels : 0, line = threadIdx.y;
-    Sum *own = &sums[line][threadIdx.x], sum = {0, 0, 0};
+static __global__ void __launch_bounds__(JOINERS, 1) join_slices_kernel(Row r, unsigned slice) {
+    __shared__ Sum sums[JOINERS];
+    const unsigned channels = r.s.oc, c = element(), line = threadIdx.y;
+    const unsigned pixels = c < channels ? r.outputs / channels : 0;
+    Sum *own = &sums[line * blockDim.x + threadIdx.x], sum = {0, 0, 0};
 #pragma unroll 4
-    for (unsigned i = line; i * slice < pixels; i += JOIN_LINES)
+    for (unsigned i = line; i * slice < pixels; i += blockDim.y)
         sum =
             KIND::join(sum, {(real)min(slice, pixels - i * slice), r.scratch[2 * i * channels + c],
                              r.scratch[(2 * i + 1) * channels + c]});
     *own = sum;
-    for (unsigned other = JOIN_LINES / 2; other > 0; other /= 2) {
+    for (unsigned other = blockDim.y / 2; other > 0; other /= 2) {
         __syncthreads();
         if (line < other)
-            *own = KIND::join(*own, own[other * JOIN_CHANNELS]);
+            *own = KIND::join(*own, own[other * blockDim.x]);
     }
     if (line == 0 && c < channels)
         KIND::finish(r, c, *own);
+}
+
+// With about 4 slices a line: joining is slow where a few multiprocessors have all slices.
+template <class KIND> static void join_slices(Work w, size_t slice) {
+    const size_t channels = w.l->out.c, slices = ceil_div(outputs(w) / channels, slice);
+    size_t lines = WARP;
+    while (lines < JOINERS / 2 && 4 * lines < slices)
+        lines *= 2;
+    LAUNCH_GRID(join_slices_kernel<KIND>, (unsigned)ceil_div(channels, JOINERS / lines),
+                dim3(JOINERS / lines, lines), 0, row_of(w), slice);
 }
 
 // The fewer channels there are, the more of a block's threads have other pixels. How many depends
@@ -1265,8 +1273,7 @@ template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
         sum_slices<T, KIND, Pack<T>::N>(w, slice);
     else
         sum_slices<T, KIND, 1>(w, slice);
-    LAUNCH_GRID(join_slices_kernel<KIND>, (unsigned)ceil_div(channels, JOIN_CHANNELS),
-                dim3(JOIN_CHANNELS, JOIN_LINES), 0, row_of(w), slice);
+    join_slices<KIND>(w, slice);
 }
 
 // Whether a convolution's forward stores the moments of its output, by slices of CONV_SLICE pixels,
