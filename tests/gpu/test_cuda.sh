@@ -308,7 +308,7 @@ test_precisions() {
     fi
     CUEMU_CLOCK=1 train autotune "${cifar[@]}" --precision bf16 --autotune on --graph on
     equal autotune bf16
-    line autotune/says_so '^Autotune: .*, forward: tiles of '
+    line autotune/says_so '^Autotune: .*, weight gradient: tiles of '
     same autotune/not_faster "" "$(sed -nE 's/^Autotune: .*, ([0-9.]+) us; .*, ([0-9.]+) us$/\1 \2/p' "$out" |
         awk '!($1 > 0 && $1 < $2)')"
     if [ -z "${QUICK:-}" ]; then
