@@ -32,7 +32,7 @@ tests/bench       *.c *.py *.sh
 tests/cluster     *.h *.sh
 tests/emulator    *.cu *.h *.sed *.sh
 tests/gpu         *.c *.cu *.py *.sh
-tests/gpu/results *.md
+tests/gpu/results *.json *.md
 tests/labs        *.c *.cu *.py *.sh
 tests/labs/wrong  *.awk *.txt
 tests/program     *.sh
