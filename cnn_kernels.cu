@@ -2454,7 +2454,7 @@ struct TensorLoader {
     typedef Walk<T, LINES, DEPTH_CHUNKS * CHUNK, LOADERS, IMAGE, ALONG_K, CHUNK, WIDTH> Chunks;
     Chunks walk;
     Chunk<T> chunks[Chunks::COUNT];
-    bool exists; // of the matrix across K this thread's lines; or many would load the last one
+    bool exists; // this thread's lines, across K; or many threads would load the last one
     __device__ TensorLoader(const Operand<T> &o, int first, int count, int begin)
         : walk(o, first, count, begin), exists(ALONG_K || first + walk.inner < count) {}
     __device__ float4 *at(float4 *tile, int i) const {
@@ -2703,7 +2703,7 @@ static __global__ void __launch_bounds__(Tile::TILE_THREADS, WIDTH == 1 ? 3 : Ti
 }
 
 // Twice as many warps hide twice as much waiting, for the first tiles and for what is added to, but
-// load 1.5 times as many fragments: on an H100 that pays off up to this depth, of all splits.
+// load 1.5 times as many fragments. On an H100 that pays off up to this K, before it is split.
 enum { SHALLOW = 768 };
 
 struct Tensor {

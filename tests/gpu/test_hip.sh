@@ -42,7 +42,7 @@ build_for() {
     [ $status -eq 0 ]
 }
 
-same "arguments of __launch_bounds__" "" "$(grep -n '__launch_bounds__(' "$repo/cnn_kernels.cu" | grep -v ', ')"
+same "arguments of __launch_bounds__" "" "$(grep -nE '__launch_bounds__\([^,)]*\)' "$repo/cnn_kernels.cu")" # two
 if ! command -v "$hipcc" >/dev/null; then
     skip build "hipcc is not installed"
     exit 0
