@@ -363,25 +363,27 @@ processes() {
 # shellcheck disable=SC2317 # until_true calls it
 no_process() { [ -z "$(processes "$1")" ]; }
 
-# signal_program SIGNAL FOLDER: to the programs that write their run there
-signal_program() { processes "^[^ ]*cnn .*--out $2 " | xargs -r kill "-$1"; }
+# programs FOLDER: those that write their run there. signal_program SIGNAL FOLDER: to them
+programs() { processes "^[^ ]*cnn .*--out $1 "; }
+signal_program() { programs "$2" | xargs -r kill "-$1"; }
 # shellcheck disable=SC2317 # until_true calls it
 sampled() { ! command -v python3 >/dev/null || [ "$(wc -l <"$1")" -ge 2 ]; } 2>/dev/null
 
 # requeued NAME SCRIPT SBATCH_OPTIONS...: submits SCRIPT with the options in `long`, lets it be queued again while it
-# trains, and waits until it has resumed. Fails when it does not train. Training takes two seconds, so the program is
-# paused until Slurm has delivered the signal, until the job is queued again, and until the monitors have a sample.
+# trains, and waits until it has resumed. Fails when it cannot be paused in training. Training takes two seconds, so the
+# program is paused until Slurm has delivered the signal, until the job is queued again, and until the monitors have a
+# sample. While the program runs, nothing here asks Slurm, whose answer may take longer than the training.
 requeued() {
     # shellcheck disable=SC2317 # until_true calls it
-    trains() { grep -qs '^1,40,' "$folder/steps.csv" || ended "$job"; }
+    trains() { grep -qs '^1,40,' "$folder/steps.csv"; }
     # shellcheck disable=SC2317
     restarted() { scontrol -o show job "$job" | grep -q ' Restarts=[1-9]'; }
     local folder
     CNN=./cnn submit "${@:3}" slurm/"$2".sb "${long[@]}" --no-cuda
     folder=runs/$2-$job
-    WAIT_S=100 until_true trains
-    grep -qs '^1,40,' "$folder/steps.csv" || return
+    WAIT_S=100 until_true trains || return
     signal_program STOP "$folder"
+    [ -n "$(programs "$folder")" ] || return
     until_true sampled "$folder/monitor.csv"
     scancel --batch --signal=USR1 "$job"
     holds "requeue/$1/signalled" "the signal" "none" until_true test -e "$folder/signalled"
@@ -407,7 +409,7 @@ test_requeue() {
         for attempt in first second; do
             # shellcheck disable=SC2086 # several words
             requeued "$name" "$script" $options && break
-            echo "requeue/$name: job $job, the $attempt, does not train; its output ends:"
+            echo "requeue/$name: job $job, the $attempt, was not paused in training; its output ends:"
             tail -n 8 "$script-$job.out"
             [ "$attempt" = second ] || scancel "$job"
         done
