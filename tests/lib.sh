@@ -9,7 +9,10 @@ unset SLURM_CPUS_PER_TASK
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 # shellcheck source=tests/open_mpi.sh
 source "$repo/tests/open_mpi.sh" || exit 1
-cnn=$(realpath -e "${CNN:-$repo/cnn}") || exit 1
+cnn=$(realpath -e "${CNN:-$repo/cnn}" 2>/dev/null) || {
+    echo "$0: there is no ${CNN:-$repo/cnn}; build it first: make cnn NO_CUDA=1" >&2
+    exit 1
+}
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 mkdir "$tmp/cwd" && cp "$repo/cnn.c" "$tmp/cwd/" && cd "$tmp/cwd" || exit 1

@@ -176,7 +176,8 @@ UNWATCHED static _Noreturn void explain_next(const Loader *l) {
             due);
     if (count_images(seen.begun, due) == 0)
         wrong(
-            "deadlock: loader_next() waits for batch %zu, but all workers sleep and none makes it",
+            "deadlock: loader_next() waits for batch %zu, but all workers sleep or have ended, and "
+            "none makes it",
             due);
     if (count_images(seen.made, due) == images_of(due))
         wrong("deadlock: batch %zu is made, but filled[%zu] is %zu, not %zu: loader_next() waits "
@@ -484,10 +485,10 @@ static void delay_first(size_t position) {
     if (position > 0)
         return;
     HAPPENS(READ(seen.place) == IN_NEXT);
-    if (!HAPPENS(is_made(1, seen.loader.slots - 1)))
+    if (!HAPPENS(is_made(1, seen.loader.slots)))
         wrong("while one worker made batch 0, which took long, the others did not make batches 1 "
               "to %zu",
-              seen.loader.slots - 2);
+              seen.loader.slots - 1);
     usleep(20000);
 }
 
