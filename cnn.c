@@ -31,8 +31,9 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   A section builds on the sections before it. Two things look ahead: section 2 declares die(),
-   which section 3 defines, and the checks of section 4 use the CPU's kernels of section 7.
+   A section builds on the sections before it. Four names are declared before they are defined:
+   LossScale (used in section 1, defined in 3), die() (2, in 3), naive_kernels (4, in 7) and
+   cpu_peak_gflops() (7, in cnn_kernels.c).
    Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its images, run it on
    several devices and store its weights; 12 to 14 are options, measurements and set-up. For an
    overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
@@ -93,8 +94,9 @@ typedef struct Shape {
     size_t h, w, c;
 } Shape;
 
-/* A layer is one row of the layer table. It holds what the layer's formula needs. Its RowPlan
-   (section 4) says where its arrays are and which kernels compute it. */
+/* A layer is one row of the layer table. It holds what the layer's formula needs, and where its
+   parameters are. Its RowPlan (section 4) says where its other arrays are and which kernels compute
+   it. */
 typedef struct Layer {
     LayerKind kind;
     char name[48]; // PyTorch's name of its parameters, such as "conv1", or empty
@@ -302,22 +304,22 @@ static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     const ptrdiff_t h = (ptrdiff_t)l->in.h, w = (ptrdiff_t)l->in.w, padding = (ptrdiff_t)l->padding;
     const ptrdiff_t iy = (ptrdiff_t)(y * l->stride + tap / l->kernel_size) - padding;
     const ptrdiff_t ix = (ptrdiff_t)(x * l->stride + tap % l->kernel_size) - padding;
-    const bool inside = iy >= 0 && iy < h && ix >= 0 && ix < w;
-    return inside ? iy * w + ix : OUTSIDE;
+    const bool row_inside = iy >= 0 && iy < h, column_inside = ix >= 0 && ix < w;
+    return row_inside && column_inside ? iy * w + ix : OUTSIDE;
 }
 
 // out[k] += sum over i < terms of in[i] * weight[i][k], for k < count. out[k] is loaded and stored
 // once for four terms, which are added in the order of i.
 static void add_products(real *restrict out, const real *restrict in, const real *restrict weight,
                          size_t terms, size_t count) {
-    size_t i = 0;
-    for (; i + 4 <= terms; i += 4) {
-        const real *four = weight + i * count;
+    const size_t in_fours = terms / 4 * 4;
+    for (size_t i = 0; i < in_fours; i += 4) {
+        const real *w0 = weight + i * count, *w1 = w0 + count, *w2 = w1 + count, *w3 = w2 + count;
         for (size_t k = 0; k < count; k++)
-            out[k] = out[k] + in[i] * four[k] + in[i + 1] * four[count + k] +
-                     in[i + 2] * four[2 * count + k] + in[i + 3] * four[3 * count + k];
+            out[k] =
+                out[k] + in[i] * w0[k] + in[i + 1] * w1[k] + in[i + 2] * w2[k] + in[i + 3] * w3[k];
     }
-    for (; i < terms; i++)
+    for (size_t i = in_fours; i < terms; i++)
         for (size_t k = 0; k < count; k++)
             out[k] += in[i] * weight[i * count + k];
 }
@@ -452,8 +454,10 @@ static void relu_backward(Work w) {
     }
 }
 
-/* out[n][y][x][c] = max over i, j < kernel_size of in[n][y * stride + i - padding][...][c]
-   saved = i * kernel_size + j of the first such maximum
+/* out[n][y][x][c] = max over i, j < kernel_size of
+                         in[n][y * s + i - padding][x * s + j - padding][c]
+   where s is the stride
+   saved = i * kernel_size + j of the first such maximum, or of the last NaN
    Pixels outside the image do not count. */
 static void maxpool2d_forward_naive(Work w) {
     const Layer *l = w.l;
@@ -551,8 +555,10 @@ static void add_forward(Work w) {
 // gradient = dout, or += dout if accumulate
 static void pass_gradient(Work w, real *gradient, bool accumulate) {
     PARALLEL_FOR
-    for (size_t i = 0; i < output_size(w); i++)
-        gradient[i] = w.dout[i] + (accumulate ? gradient[i] : 0);
+    for (size_t i = 0; i < output_size(w); i++) {
+        const real previous = accumulate ? gradient[i] : 0;
+        gradient[i] = w.dout[i] + previous;
+    }
 }
 
 // dresidual = dout, += if accumulate_residual; din = dout, += if accumulate
@@ -604,8 +610,8 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         mean[c] /= (double)m;
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < count; c++) {
-            double d = (double)w.in[i * channels + first + c] - mean[c];
-            squares[c] += d * d;
+            double deviation = (double)w.in[i * channels + first + c] - mean[c];
+            squares[c] += deviation * deviation;
         }
     for (size_t c = 0; c < count; c++)
         bn_update_stats(w.stats, channels, first + c, mean[c], squares[c], m);
@@ -688,7 +694,8 @@ static void batchnorm2d_backward_naive(Work w) {
             size_t at = i * channels + c;
             real x = (w.in[at] - mean[c]) * inverse_std[c];
             real d = w.dout[at] - (w.dbias[c] + x * w.dweight[c]) / (real)m;
-            w.din[at] = w.weight[c] * inverse_std[c] * d + (w.accumulate ? w.din[at] : 0);
+            const real previous = w.accumulate ? w.din[at] : 0;
+            w.din[at] = w.weight[c] * inverse_std[c] * d + previous;
         }
 }
 
@@ -808,10 +815,14 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
     const real at_label = (real)(1 - smoothing) + elsewhere;
     for (size_t i = 0; i < n; i++) {
         const real *image_logp = logp + i * classes;
-        correct[i] = most_likely(image_logp, classes) == labels[i];
-        losses[i] = -at_label * image_logp[labels[i]];
+        const uint8_t label = labels[i];
+        const bool is_correct = most_likely(image_logp, classes) == label;
+        correct[i] = is_correct ? 1 : 0;
+        losses[i] = -at_label * image_logp[label];
+        if (elsewhere == 0)
+            continue; // 0 * -infinity would be NaN
         for (size_t k = 0; k < classes; k++)
-            if (k != labels[i] && elsewhere > 0) // 0 * -infinity would be NaN
+            if (k != label)
                 losses[i] -= elsewhere * image_logp[k];
     }
     if (!dlogp)
@@ -966,6 +977,7 @@ typedef struct Batch {
 enum {
     MAX_REPLICAS = 64,  // networks that train together in one process, each in its own thread
     MAX_THREADS = 1024, // of a replica
+    MAX_WORKERS = 256,  // of a replica
     MAX_LAYERS = 1024,  // rows of a network
     MAX_ARENAS = 24     // of a memory plan
 };
@@ -989,7 +1001,8 @@ typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
 
 // The marks where a pass of a row begins and where it ends
 static inline size_t begin_mark(size_t row, RowPass pass) {
-    return (pass == BACKWARD_PASS ? BACKWARD_MARKS : FORWARD_MARKS) + 2 * row;
+    const size_t first = pass == BACKWARD_PASS ? BACKWARD_MARKS : FORWARD_MARKS;
+    return first + 2 * row;
 }
 
 static inline size_t end_mark(size_t row, RowPass pass) {
@@ -1071,9 +1084,9 @@ typedef struct Device {
     // GPU: copies between host and device `number`, either way; complete on return. Any thread may
     // call it, concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
-    /* to = from, or += from if add; complete on return. `from` may be on this device, another one
-       or the host; buffer is device memory of the size of `to`. Any thread may call it,
-       concurrently with the device's operations. */
+    /* to = from, or += from if add; complete on return. Without add, either array may be on another
+       device or the host; with add, only `from` may. buffer is device memory of the size of `to`.
+       Any thread may call it, concurrently with the device's operations. */
     void (*receive)(size_t number, real *to, const real *from, size_t n, bool add, real *buffer);
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // marks the end of what is queued so far
@@ -1228,7 +1241,8 @@ static Range part_of(Range whole, size_t i, size_t parts) {
     return (Range){whole.first + first, last - first};
 }
 
-static _Thread_local size_t num_threads = 1; // how many threads this thread may use
+// How many threads this thread may use; cnn_kernels.c reads it.
+static _Thread_local size_t num_threads = 1;
 
 static void set_num_threads(size_t count) {
     num_threads = count;
@@ -1329,26 +1343,39 @@ static void memory_plan_add(MemoryPlan *p, void *destination, size_t bytes, Memo
     p->count++;
 }
 
+static void *alloc_memory(const Device *d, MemoryKind where, size_t bytes) {
+    if (where == DEVICE)
+        return d->alloc(bytes);
+    if (where == PINNED)
+        return d->pinned_alloc(bytes);
+    return zeroed_alloc(bytes);
+}
+
+static void release_memory(const Device *d, MemoryKind where, void *memory) {
+    if (where == DEVICE)
+        d->release(memory);
+    else if (where == PINNED)
+        d->pinned_release(memory);
+    else
+        free(memory);
+}
+
 static void memory_plan_alloc(const MemoryPlan *p) {
-    const Device *d = p->device;
-    void *(*const alloc[])(size_t) = {
-        [HOST] = zeroed_alloc, [PINNED] = d->pinned_alloc, [DEVICE] = d->alloc};
     for (size_t i = 0; i < p->count; i++) {
-        void *memory = alloc[p->arenas[i].where](p->arenas[i].bytes);
+        const struct Arena *arena = &p->arenas[i];
+        void *memory = alloc_memory(p->device, arena->where, arena->bytes);
         if (!memory)
-            die_no_memory(p->arenas[i].bytes, memory_uses[p->arenas[i].use]);
-        memcpy(p->arenas[i].destination, &memory, sizeof memory);
+            die_no_memory(arena->bytes, memory_uses[arena->use]);
+        memcpy(arena->destination, &memory, sizeof memory);
     }
 }
 
 static void memory_plan_free(const MemoryPlan *p) {
-    const Device *d = p->device;
-    void (*const release[])(void *) = {
-        [HOST] = free, [PINNED] = d->pinned_release, [DEVICE] = d->release};
     for (size_t i = 0; i < p->count; i++) {
+        const struct Arena *arena = &p->arenas[i];
         void *memory;
-        memcpy(&memory, p->arenas[i].destination, sizeof memory);
-        release[p->arenas[i].where](memory);
+        memcpy(&memory, arena->destination, sizeof memory);
+        release_memory(p->device, arena->where, memory);
     }
 }
 
@@ -1393,8 +1420,10 @@ static FILE *open_existing(const char *path) {
 // saving, so this waits for up to 5 seconds. Returns false if another run keeps the lock.
 static bool lock_for_this_run(int fd) {
     for (int tries = 0; tries < 50; tries++) {
-        if (flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK)
-            return true; // some file systems have no locks
+        const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
+        const bool has_locks = locked || errno == EWOULDBLOCK; // not all file systems have
+        if (locked || !has_locks)
+            return true;
         nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
     }
     return false;
@@ -1406,6 +1435,13 @@ typedef struct AtomicFile {
     FILE *stream;
     char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
 } AtomicFile;
+
+// resolved = the path without symbolic links, or the path itself if there is no such file
+static void resolve_path(char resolved[PATH_SIZE], const char *path) {
+    const char *found = realpath(path, resolved);
+    if (!found)
+        snprintf(resolved, PATH_SIZE, "%s", path);
+}
 
 // Opens a file that discards what is written.
 static void atomic_open_discarded(AtomicFile *f) {
@@ -1420,8 +1456,7 @@ static void atomic_open(AtomicFile *f, const char *path) {
     *f = (AtomicFile){.stream = NULL};
     if (exists && !S_ISREG(old.st_mode))
         die(1, "cannot write %s: it exists and is not a regular file; choose another name", path);
-    if (!realpath(path, f->path))
-        snprintf(f->path, PATH_SIZE, "%s", path);
+    resolve_path(f->path, path);
     snprintf(f->temporary, sizeof f->temporary, "%s.tmp", f->path);
     unlink(f->temporary); // which a killed run may have left
     f->stream = fopen(f->temporary, "wb");
@@ -1618,8 +1653,9 @@ enum { ALIGN = CACHE_LINE / sizeof(real) }; // in elements
 typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     RowMode mode;
-    Fusion fused;           // what the kernels of this row compute as well
-    size_t residual;        // the row that an add, fused or not, adds; 0: none, or the images
+    Fusion fused;    // what the kernels of this row compute as well
+    size_t residual; // the row that an add, fused or not, adds; 0: none, or the images, which have
+                     // no gradient
     bool shares_gradient;   // the residual's gradient is kept in the memory of the sum's gradient
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
@@ -1891,9 +1927,10 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether a row has only one reader, which may overwrite the row's output, since no backward pass
-// needs it: neither the row's own nor the backward pass of the row whose kernels wrote it. The
-// kernels' fuse() decides whether the reader's own backward pass allows it.
+// Whether the reader of a row may write its result over the row's output: if it is the only reader
+// and the output is not the images, and if neither the row's own backward pass needs the output nor
+// the backward pass of the row whose kernels wrote it. The kernels' fuse() decides whether the
+// reader's own backward pass allows it.
 static bool may_overwrite(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
@@ -2210,13 +2247,14 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
         reserve(&net->prepared_bytes, CACHE_LINE * ceil_div(k->prepared_bytes(l), CACHE_LINE));
 }
 
-// Plans all arenas, for training steps of at most `batch` images and for evaluations of at most
-// net->max_test_batch, which the caller has set.
-static void plan_net(Net *net, size_t batch) {
-    const size_t max_images = max_size(batch, net->max_test_batch);
+// Plans all arenas, for at most `max_batch` images in a training step and `max_test_batch` in a
+// step of an evaluation.
+static void plan_net(Net *net, size_t max_batch, size_t max_test_batch) {
+    const size_t max_images = max_size(max_batch, max_test_batch);
     for (size_t i = 0; i < net->layer_count; i++)
         check_row(net, i);
-    net->max_batch = batch;
+    net->max_batch = max_batch;
+    net->max_test_batch = max_test_batch;
     plan_fusion(net);
     net->staging_size = max_size(net->staging_size, max_images * max_size(net->classes, 2));
     for (size_t i = 0; i < net->layer_count; i++)
@@ -2294,11 +2332,13 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
     const real fan_in = (real)(l->weight_count / l->out.c), bound = 1 / SQRT(fan_in);
     const real fan_out = (real)(l->kernel_size * l->kernel_size * l->out.c);
-    if (l->bias_count == 0)
-        init_random(net, weight, l->weight_count, NORMAL, SQRT(2 / fan_out), 2 * row, seed);
+    const size_t weight_number = 2 * row, bias_number = 2 * row + 1;
+    const bool batchnorm_follows = l->bias_count == 0; // see conv_bn()
+    if (batchnorm_follows)
+        init_random(net, weight, l->weight_count, NORMAL, SQRT(2 / fan_out), weight_number, seed);
     else
-        init_random(net, weight, l->weight_count, UNIFORM, bound, 2 * row, seed);
-    init_random(net, bias, l->bias_count, UNIFORM, bound, 2 * row + 1, seed);
+        init_random(net, weight, l->weight_count, UNIFORM, bound, weight_number, seed);
+    init_random(net, bias, l->bias_count, UNIFORM, bound, bias_number, seed);
 }
 
 // Weights and running variances are 1. Biases and running means are 0, as after allocation.
@@ -2446,7 +2486,8 @@ typedef size_t Block(Net *net, size_t x, const char *prefix, size_t channels, si
 static size_t basic_block(Net *net, size_t x, const char *prefix, size_t channels, size_t stride) {
     size_t y = relu(net, conv_bn(net, x, prefix, "conv1", "bn1", channels, 3, stride));
     y = conv_bn(net, y, prefix, "conv2", "bn2", channels, 3, 1);
-    return relu(net, add(net, y, shortcut(net, x, prefix, channels, stride)));
+    const size_t residual = shortcut(net, x, prefix, channels, stride);
+    return relu(net, add(net, y, residual));
 }
 
 // A 1 x 1, a 3 x 3 and a 1 x 1 convolution. The second has the stride, as in torchvision ("ResNet
@@ -2455,7 +2496,8 @@ static size_t bottleneck(Net *net, size_t x, const char *prefix, size_t channels
     size_t y = relu(net, conv_bn(net, x, prefix, "conv1", "bn1", channels, 1, 1));
     y = relu(net, conv_bn(net, y, prefix, "conv2", "bn2", channels, 3, stride));
     y = conv_bn(net, y, prefix, "conv3", "bn3", 4 * channels, 1, 1);
-    return relu(net, add(net, y, shortcut(net, x, prefix, 4 * channels, stride)));
+    const size_t residual = shortcut(net, x, prefix, 4 * channels, stride);
+    return relu(net, add(net, y, residual));
 }
 
 // `blocks` holds the number of blocks in each stage, terminated by 0. The first stage has
@@ -2469,12 +2511,14 @@ static size_t resnet(Net *net, size_t x, Block *add_block, const size_t *blocks,
         x = maxpool2d(net, x, 3, 2, 1);
     for (int stage = 0; blocks[stage]; stage++)
         for (size_t i = 0; i < blocks[stage]; i++) {
-            const size_t stride = stage > 0 && i == 0 ? 2 : 1;
+            const bool halves = stage > 0 && i == 0; // height and width
+            const size_t stride = halves ? 2 : 1;
             char name[64];
             snprintf(name, sizeof name, "layer%d.%zu.", stage + 1, i);
             x = add_block(net, x, name, channels << stage, stride);
         }
-    x = set_row_name(net, linear(net, global_avgpool2d(net, x), net->classes), "", "fc");
+    x = global_avgpool2d(net, x);
+    x = set_row_name(net, linear(net, x, net->classes), "", "fc");
     return log_softmax(net, x);
 }
 
@@ -2549,12 +2593,11 @@ static const Model models[] = {
     RESNET_MODEL(152, "cifar100"),
 };
 
-// The model with this name, which the parser has checked
 static const Model *find_model(const char *name) {
-    const Model *m = models;
-    while (strcmp(m->name, name) != 0)
-        m++;
-    return m;
+    for (size_t i = 0; i < LENGTH(models); i++)
+        if (strcmp(models[i].name, name) == 0)
+            return &models[i];
+    die(EXIT_USAGE, "no model %s", name); // not reached: the parser has checked the name
 }
 
 // The shape of images that are enlarged to the height `resize`, a multiple of their own; 0 leaves
@@ -2644,7 +2687,8 @@ static void row_label(const Net *net, size_t row, RowPass pass, char name[48]) {
     }
     const Layer *l = &net->layers[row];
     const char *layer = *l->name ? l->name : kinds[l->kind].name;
-    snprintf(name, 48, "%.30s %s", layer, pass == BACKWARD_PASS ? "backward" : "forward");
+    const char *pass_name = pass == BACKWARD_PASS ? "backward" : "forward";
+    snprintf(name, 48, "%.30s %s", layer, pass_name);
 }
 
 // # PROF  Marks where a pass of a row begins, and names it for Nsight.
@@ -2718,15 +2762,8 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
     }
 }
 
-// Notes that a row's gradient is written. Returns whether it was written before.
-static bool was_written(bool *written, size_t row) {
-    const bool before = written[row];
-    written[row] = true;
-    return before;
-}
-
 // Computes the gradients of one row's parameters (=) and of its inputs (=, or += if written[] says
-// that they hold a gradient already).
+// that they hold a gradient already), and notes in written[] that these are written.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -2739,9 +2776,11 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     if (plan->residual) {
         if (!plan->shares_gradient)
             w.dresidual = doutput(net, plan->residual);
-        w.accumulate_residual = was_written(written, plan->residual);
+        w.accumulate_residual = written[plan->residual];
+        written[plan->residual] = true;
     }
-    w.accumulate = was_written(written, l->input);
+    w.accumulate = written[l->input];
+    written[l->input] = true;
     if (!w.din && l->weight_count == 0)
         return; // it reads the images and has no parameters
     if (net->flops)
@@ -3007,8 +3046,12 @@ static void cpu_set_step(StepInputs *to, StepInputs step) {
 static void cpu_receive(size_t number, real *to, const real *from, size_t count, bool add,
                         real *buffer) {
     (void)number, (void)buffer;
+    if (!add) {
+        memmove(to, from, count * sizeof *to);
+        return;
+    }
     for (size_t i = 0; i < count; i++)
-        to[i] = add ? to[i] + from[i] : from[i];
+        to[i] += from[i];
 }
 
 // Nothing is queued on a CPU, so there is nothing to wait for, and marks are times.
@@ -3192,6 +3235,8 @@ static void data_close(DataFile *f) {
         return;
     }
     const int status = pclose(f->stream);
+    if (WIFSIGNALED(status)) // for example by Ctrl-C, which the terminal sends to both programs
+        die(1, "%s: gzip was ended by signal %d", f->path, WTERMSIG(status));
     if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
         die(1, "%s: gzip is not installed; install it or run: gunzip -k %s", f->path, f->path);
     if (status != 0)
@@ -3262,8 +3307,9 @@ static void check_magic(const DataFile *f, uint32_t expected, const char *what, 
                      found, hint);
 }
 
-/* ---- IDX files begin with big-endian 32-bit numbers:
+/* ---- IDX files
 
+   An IDX file begins with big-endian 32-bit numbers:
      labels   0x0801, count
      images   0x0803, count, height, width
    Then come the items, a byte for each label or pixel. */
@@ -3416,8 +3462,9 @@ static const DatasetInfo *find_dataset_info(const char *name) {
    model's synthetic_like names. Images with three channels have mean and std .5 if they are
    synthetic or the model says so. */
 static DatasetInfo dataset_for(const Model *model, const char *name) {
-    bool synthetic = strcmp(name, "synthetic") == 0;
-    DatasetInfo info = *find_dataset_info(synthetic ? model->synthetic_like : name);
+    const bool synthetic = strcmp(name, "synthetic") == 0;
+    const char *source = synthetic ? model->synthetic_like : name;
+    DatasetInfo info = *find_dataset_info(source);
     if (info.shape.c == 3 && (model->normalise_to_plus_minus_one || synthetic))
         for (size_t c = 0; c < 3; c++) {
             info.mean[c] = .5;
@@ -3440,7 +3487,8 @@ static const uint64_t synthetic_seed = 2022;
 // The value as a byte, limited to 0 to 255. gcc vectorises selects, but not fminf().
 static uint8_t to_byte(float value) {
     const float not_negative = value < 0 ? 0 : value;
-    return (uint8_t)(not_negative > 255 ? 255 : not_negative);
+    const float limited = not_negative > 255 ? 255 : not_negative;
+    return (uint8_t)limited;
 }
 
 /* Draws the glyph of a class, [GLYPH_SIZE][GLYPH_SIZE][channels]. A channel is the sum of WAVES
@@ -3572,7 +3620,9 @@ static void free_dataset(Dataset *data) {
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
 static bool is_in_image(Shape s, ptrdiff_t y, ptrdiff_t x) {
-    return y >= 0 && y < (ptrdiff_t)s.h && x >= 0 && x < (ptrdiff_t)s.w;
+    const bool row_inside = y >= 0 && y < (ptrdiff_t)s.h;
+    const bool column_inside = x >= 0 && x < (ptrdiff_t)s.w;
+    return row_inside && column_inside;
 }
 
 // A byte of an image. Pixels outside of it are black.
@@ -3592,7 +3642,8 @@ static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const Ra
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
             const ptrdiff_t row = top + (ptrdiff_t)y;
-            const ptrdiff_t column = left + (ptrdiff_t)(flip ? s.w - 1 - x : x);
+            const size_t mirrored = flip ? s.w - 1 - x : x;
+            const ptrdiff_t column = left + (ptrdiff_t)mirrored;
             for (size_t c = 0; c < s.c; c++)
                 out[(y * s.w + x) * s.c + c] = byte_at(in, s, row, column, c);
         }
@@ -3601,7 +3652,7 @@ static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const Ra
 // weights[d] = exp(-d^2 / (2 sigma^2)) / (sigma sqrt(2 pi)), up to 3 sigma
 static void blur_weights(float weights[ELASTIC_REACH + 1]) {
     for (int d = 0; d <= ELASTIC_REACH; d++)
-        weights[d] = (float)(exp(-d * d / (2. * ELASTIC_SIGMA * ELASTIC_SIGMA)) /
+        weights[d] = (float)(exp(-(d * d) / (2. * ELASTIC_SIGMA * ELASTIC_SIGMA)) /
                              (ELASTIC_SIGMA * sqrt(2 * M_PI)));
 }
 
@@ -3956,11 +4007,9 @@ static void order_epoch(Loader *loader, uint64_t seed, size_t epoch) {
     for (size_t i = 0; i + 1 < ranks; i++)
         loader->order[count + i] = loader->order[i];
     loader->key = (RandomKey){seed, epoch, rank, ranks};
-    // In training count / ranks, rounded up; in testing (count - rank) / ranks, rounded up
-    size_t rounded_up = count + ranks - 1;
-    if (epoch == TEST_EPOCH)
-        rounded_up -= rank;
-    loader->rank_images = rounded_up / ranks;
+    // (count - first) / ranks, rounded up. In training, all ranks have as many images as rank 0.
+    const size_t first = epoch == TEST_EPOCH ? rank : 0;
+    loader->rank_images = (count + ranks - 1 - first) / ranks;
     /* LAB 8.2 END */
 }
 
@@ -4031,11 +4080,12 @@ static void loader_free(Loader *loader) {
            the outputs, computes the loss, reduces the gradients and makes the update, while the
            others wait.
 
-   Apart from rounding, both make the update of one device with the whole batch: the shares together
-   are that batch, random numbers follow an image's position, and the loss is the mean over the
-   whole batch. (If N does not divide the data, ddp's last batch repeats some images, as PyTorch's
-   does.) BatchNorm alone sees only a rank's share; rank 0's running statistics are kept. Sums are
-   added in a fixed order, around the ring or, under dp, by rank: the same N gives the same bits. */
+   Apart from rounding, N devices make the same update as one device with the whole batch:
+   together the shares are that batch, the random numbers of an image depend only on its position
+   in the epoch, and the loss is the mean over the whole batch. (If N does not divide the data,
+   ddp's last batch repeats some images, as PyTorch's does.) BatchNorm alone sees only a rank's
+   share; rank 0's running statistics are kept. Sums are added in a fixed order, around the ring
+   or, under dp, by rank: the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
@@ -4078,7 +4128,7 @@ typedef struct Communicator {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     double seconds;    // that communication took since the last step
-    double bytes_sent; // since the last step: sent or, under dp, received
+    double bytes_sent; // since the last step; under dp, sent or received
     MemoryPlan plan;
 } Communicator;
 
@@ -4230,7 +4280,8 @@ static void team_barrier(Communicator *c) {
     pthread_cond_broadcast(&t->changed);
     for (size_t r = 0; r < c->world; r++)
         while (t->arrivals[r] < number) {
-            if (wait_for_team(t))
+            const bool timed_out = wait_for_team(t);
+            if (timed_out)
                 waited += wait_interval;
             if (waited > c->settings->timeout)
                 die_timeout(c, r);
@@ -4240,7 +4291,10 @@ static void team_barrier(Communicator *c) {
 
 // Whether NCCL adds the gradients: this build has it, and each rank is a process with its own GPU.
 static bool uses_nccl(const Communicator *c) {
-    return cuda_all_reduce && !c->team && !c->settings->oversubscribe && c->net->device->is_gpu;
+    const bool is_built_in = cuda_all_reduce != NULL; // a weak function: see section 3
+    const bool is_process = c->team == NULL;
+    const bool has_own_gpu = c->net->device->is_gpu && !c->settings->oversubscribe;
+    return is_built_in && is_process && has_own_gpu;
 }
 
 /* One step around the ring: sends data[send] to the right neighbour and receives data[receive] from
@@ -4289,11 +4343,13 @@ static void all_reduce(Communicator *c, real *data, Range range) {
 static void nccl_all_reduce(Communicator *c, real *data, Range range) {
     const size_t n = c->world, left = (c->rank + n - 1) % n;
     c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
-    if (!cuda_all_reduce(c->device_number, data + range.first, range.count, c->settings->timeout))
+    const bool in_time =
+        cuda_all_reduce(c->device_number, data + range.first, range.count, c->settings->timeout);
+    if (!in_time)
         die_timeout(c, left);
 }
 
-// Copies rank 0's data to all ranks, around the ring.
+// Copies rank 0's data to all ranks, around the ring: in step s, rank s sends it to rank s + 1.
 static void broadcast(Communicator *c, real *data, size_t count) {
     const Range all = {0, count};
     c->published = data;
@@ -4422,7 +4478,8 @@ static void dp_receive(Communicator *c, real *to, const real *from, size_t count
     double begin = now();
     c->net->device->receive(c->device_number, to, from, count, add, c->buffer);
     c->seconds += now() - begin;
-    trace_event(c->rank, TRACK_COMM, add ? "add" : "fetch", begin, now());
+    const char *what = add ? "add" : "fetch";
+    trace_event(c->rank, TRACK_COMM, what, begin, now());
     c->bytes_sent += (double)(count * sizeof *to);
 }
 
@@ -4797,9 +4854,11 @@ static void list_state(TensorList *list, const Net *net, const Optimizer *o, siz
 // Lists the tensors of the network, with room for the state of all optimizers. The caller frees the
 // list.
 static TensorList list_tensors(Net *net) {
-    enum { MAX_PER_ROW = 2 + 3 + 2 * 3 }; // parameters, statistics, all optimizers' states
-    TensorList list = {.tensors = must_alloc(MAX_PER_ROW * net->layer_count * sizeof(Tensor),
-                                             "the list of tensors")};
+    size_t per_row = 2 + 3; // parameters and statistics
+    for (size_t i = 0; i < OPTIMIZERS; i++)
+        per_row += 2 * optimizers[i].state_count; // of both parameters
+    const size_t bytes = per_row * net->layer_count * sizeof(Tensor);
+    TensorList list = {.tensors = must_alloc(bytes, "the list of tensors")};
     list_parameters(&list, net, "", net->params);
     list_statistics(&list, net);
     return list;
@@ -4921,7 +4980,7 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
              (unsigned long long)checksum);
     char *header = make_header(&list, with_checksum);
     atomic_open(&f, path);
-    const uint64_t length = (strlen(header) + 7) / 8 * 8; // padded with blanks
+    const uint64_t length = 8 * ceil_div(strlen(header), 8); // padded with blanks
     fwrite(&length, sizeof length, 1, f.stream);
     fprintf(f.stream, "%-*s", (int)length, header);
     for (size_t i = 0; i < list.count; i++)
@@ -5055,13 +5114,16 @@ static const struct {
 
 // Returns the tensor of the list whose name, in quotation marks, is at `at`; dies if there is none.
 static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, const char *at) {
+    if (*at != '"')
+        die_header(f, at, "a tensor of this model");
+    const char *name = at + 1;
     for (Tensor *t = list; t < list + count; t++) {
         const size_t length = strlen(t->name);
-        if (*at == '"' && strncmp(at + 1, t->name, length) == 0 && at[1 + length] == '"')
+        if (strncmp(name, t->name, length) == 0 && name[length] == '"')
             return t;
     }
     for (size_t i = 0; i < LENGTH(wrappers); i++)
-        if (*at == '"' && strncmp(at + 1, wrappers[i].prefix, strlen(wrappers[i].prefix)) == 0)
+        if (strncmp(name, wrappers[i].prefix, strlen(wrappers[i].prefix)) == 0)
             die(1, "%s: its names begin with \"%s\", from %s; save net.%sstate_dict() instead",
                 f->path, wrappers[i].prefix, wrappers[i].by, wrappers[i].prefix);
     die_header(f, at, "a tensor of this model");
@@ -5256,7 +5318,8 @@ static const Option options[] = {
      "how the training images vary from epoch to epoch"},
     {"--resize", AS_COUNT(resize, "N", 0, 1024), "0", FIXED,
      "enlarge images to N x N pixels, a multiple of their size; 0: leave them as they are"},
-    {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE, "images per training step"},
+    {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE,
+     "images per training step and device; with dp, of all devices"},
     {"--test-batch-size", AS_COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
     {"--epochs", AS_COUNT(epochs, "N", 1, 100000), "14", FREE, "passes over the training set"},
@@ -5286,7 +5349,7 @@ static const Option options[] = {
      "determines all random numbers; the same seed gives the same run"},
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
      "steps between log lines"},
-    {"--workers", AS_COUNT(workers, "N", 1, 256), NULL, FREE,
+    {"--workers", AS_COUNT(workers, "N", 1, MAX_WORKERS), NULL, FREE,
      "loader threads of each device (default: SLURM_CPUS_PER_TASK divided among them, else 1)"},
     {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
@@ -5314,7 +5377,8 @@ static const Option options[] = {
     {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
      "allow several ranks on one GPU or core, for experiments"},
     {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
-     "ddp: each device loads a batch, gradients are all-reduced; dp: one device loads for all"},
+     "ddp: each device loads its share of a batch, gradients are all-reduced; dp: one loads for "
+     "all"},
     {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
      "images of a step on all devices together, instead of --batch-size"},
     {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
@@ -5463,7 +5527,8 @@ static size_t parse_option(Settings *s, const char *word, const char *next) {
         set_option(s, o, equals + 1);
         return 1;
     }
-    if (o->kind == SWITCH && (!next || find_word(o->values, next) == NOT_CHOSEN)) {
+    const bool next_is_value = next && find_word(o->values, next) != NOT_CHOSEN;
+    if (o->kind == SWITCH && !next_is_value) {
         set_option(s, o, "on");
         return 1;
     }
@@ -5496,8 +5561,10 @@ static void parse_text(Settings *s, char *text) {
     char *word = strtok_r(text, space, &rest);
     while (word) {
         char *next = strtok_r(NULL, space, &rest);
-        const bool next_is_value = parse_option(s, word, next) == 2;
-        word = next_is_value ? strtok_r(NULL, space, &rest) : next;
+        const size_t words_used = parse_option(s, word, next);
+        word = next;
+        if (words_used == 2)
+            word = strtok_r(NULL, space, &rest);
     }
 }
 
@@ -5616,8 +5683,8 @@ static const char *option_text(char text[OPTION_TEXT_SIZE], const Settings *s, c
 }
 
 // Word number `number` of an option's choices, in `text`
-static const char *choice_word(char text[32], const char *option, int number) {
-    format_word(text, 32, find_option(option)->values, number);
+static const char *choice_word(char text[OPTION_TEXT_SIZE], const char *option, int number) {
+    format_word(text, OPTION_TEXT_SIZE, find_option(option)->values, number);
     return text;
 }
 
@@ -5640,7 +5707,7 @@ static void print_settings(const Settings *s) {
 /* ---- Signals
 
    SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and then end the
-   run, with exit status 128 + their number; a second one ends the program at once. Each
+   run, with exit status 128 + their number; the same signal again ends the program at once. Each
    process stores the request in the StepResult of the current step. Several ranks exchange these
    results at the log interval, so they all learn of it after the same step. A single rank acts
    after the current step. */
@@ -5653,16 +5720,19 @@ static void on_signal(int number) {
             requested = SAVE_REQUEST;
         return;
     }
-    signal(number, SIG_DFL); // a second signal ends the program
+    signal(number, SIG_DFL); // the same signal again ends the program
     requested = END_REQUEST + number;
 }
 
 static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, previous;
+    for (size_t i = 0; i < LENGTH(numbers); i++)
+        sigaddset(&action.sa_mask, numbers[i]); // no signal interrupts the handler of another one
     for (size_t i = 0; i < LENGTH(numbers); i++) {
-        void (*previous)(int) = signal(numbers[i], on_signal);
-        if (previous == SIG_IGN) // what nohup ignores stays ignored
-            signal(numbers[i], SIG_IGN);
+        sigaction(numbers[i], NULL, &previous);
+        if (previous.sa_handler != SIG_IGN) // what nohup ignores stays ignored
+            sigaction(numbers[i], &action, NULL);
     }
 }
 
@@ -5820,7 +5890,9 @@ static size_t steps_done(const Run *run) {
 /* ==== 13. Instruments ============================================================================
 
    What a run measures: the time of each line of train() and of each layer, a trace, the resources
-   used, and the run folder, which plots, labs and graders read. */
+   used, and the run folder, which plots, labs and graders read. One function does more: the ranks
+   also exchange requests from signals, and learn of gradients that are not finite, when
+   flush_steps() gathers their measurements. */
 
 // ---- Records
 
@@ -5833,13 +5905,13 @@ static void print_json_string(FILE *f, const char *text) {
         return;
     }
     fputc('"', f);
-    for (; *text; text++) {
-        if ((unsigned char)*text < ' ')
-            fprintf(f, "\\u%04x", (unsigned)*text);
-        else if (*text == '"' || *text == '\\')
-            fprintf(f, "\\%c", *text);
+    for (const char *c = text; *c; c++) {
+        if ((unsigned char)*c < ' ')
+            fprintf(f, "\\u%04x", (unsigned)*c);
+        else if (*c == '"' || *c == '\\')
+            fprintf(f, "\\%c", *c);
         else
-            fputc(*text, f);
+            fputc(*c, f);
     }
     fputc('"', f);
 }
@@ -5888,14 +5960,14 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
     va_list args;
     va_start(args, record);
     while (*field) {
-        const int length = (int)strcspn(field, " ");
-        const int key = (int)strcspn(field, "=");
+        const int field_length = (int)strcspn(field, " "), key_length = (int)strcspn(field, "=");
+        const char *conversion = field + key_length + 1; // after the =
         char format[16];
-        snprintf(format, sizeof format, "%.*s", length - key - 1, field + key + 1);
-        print_key(f, form, field, key);
+        snprintf(format, sizeof format, "%.*s", field_length - key_length - 1, conversion);
+        print_key(f, form, field, key_length);
         if (form != CSV_HEADER)
             print_value(f, form, format, &args);
-        field += length;
+        field += field_length;
         if (*field == ' ') {
             fputc(separators[form], f);
             field++;
@@ -5936,8 +6008,9 @@ static void clock_read_times(LineClock *c, size_t unread) {
 
 // Charges the running line, if there is one, to another phase.
 static void clock_charge(LineClock *c, double *phase) {
+    const size_t running = (c->marks_set - 1) % CLOCK_MARKS;
     if (c->line_text)
-        c->at_mark[(c->marks_set - 1) % CLOCK_MARKS].phase = phase;
+        c->at_mark[running].phase = phase;
 }
 
 // Sets the next mark, at which this line begins. Line 0 stands for the time outside of train().
@@ -5981,10 +6054,10 @@ static void clock_stop(LineClock *c) {
 // Prints text as a quoted field of CSV, in which quotes are doubled.
 static void print_quoted(FILE *csv, const char *text) {
     fputc('"', csv);
-    for (; *text; text++) {
-        if (*text == '"')
+    for (const char *c = text; *c; c++) {
+        if (*c == '"')
             fputc('"', csv);
-        fputc(*text, csv);
+        fputc(*c, csv);
     }
     fputc('"', csv);
 }
@@ -6066,7 +6139,7 @@ static const char *cpu_name(void) {
 }
 
 static const char *host_name(void) {
-    static char name[256];
+    static _Thread_local char name[256]; // replicas call this function, too
     gethostname(name, sizeof name - 1);
     return name;
 }
@@ -6132,19 +6205,20 @@ static void print_resources(double start, int status) {
 
 // ---- Run folder (--out DIR)
 
-// The epoch's line on stdout, or a row of epochs.csv, which also has a hash of the weights
-static void print_epoch(FILE *f, const EpochResult *e, Form form) {
-#define EPOCH                                                              \
+// The record of an epoch's line on stdout, and of a row of epochs.csv
+#define EPOCH_LINE                                                         \
     "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f " \
     "train_loss=%.4f train_accuracy=%.2f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
-    const char *const record = form == KEY_VALUE ? EPOCH : EPOCH " weight_hash=%s";
-#undef EPOCH
+#define EPOCH_ROW EPOCH_LINE " weight_hash=%s"
+
+static void print_epoch(FILE *f, const EpochResult *e, Form form) {
+    const char *const record = form == KEY_VALUE ? EPOCH_LINE : EPOCH_ROW;
     const double trained = (double)(e->images - e->images_resumed);
     const double images = (double)max_size(e->images, 1);
     const double loss = e->train_loss_sum / images, accuracy = 100. * e->train_correct / images;
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
-    // The hash comes last: where the record has no field for it, it is ignored.
+    // EPOCH_LINE has no field for the hash, the last argument, which is then ignored.
     print_record(f, form, record, e->epoch, e->images, e->seconds, trained / fmax(e->seconds, 1e-9),
                  e->loader_wait_s, loss, accuracy, e->test_seconds, e->test_loss, e->accuracy,
                  e->lr, hash);
@@ -6157,14 +6231,14 @@ static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
     const double *p = s->phases;
     const double seconds =
         p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] + p[OTHER];
-    const bool warmup = s->epoch == 1 && s->step <= WARMUP_STEPS;
+    const size_t warmup = s->epoch == 1 && s->step <= WARMUP_STEPS ? 1 : 0;
     print_record(f, form,
                  "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
                  "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
                  "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
                  s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds, p[LOAD], p[COPY],
                  p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM], p[OTHER],
-                 s->bytes_sent, (size_t)warmup);
+                 s->bytes_sent, warmup);
 }
 
 // Opens a new file of the run folder. Without --out, what is written to it is discarded.
@@ -6241,7 +6315,9 @@ static void print_parallel_json(FILE *f, const Run *run) {
     const Settings *s = &run->settings;
     const Communicator *c = &run->comm;
     char text[OPTION_TEXT_SIZE];
-    const char *mode = c->world == 1 ? "single" : option_text_by_name(text, s, "--parallel");
+    const char *mode = "single";
+    if (c->world > 1)
+        mode = option_text_by_name(text, s, "--parallel");
     const bool replayed = run->graphs.graph[FULL] || run->graphs.graph[SHORT];
     fprintf(f, "{");
     print_record(f, JSON,
@@ -6332,17 +6408,14 @@ static void open_run_folder(Run *run) {
 
 // The logs of the run folder, to which a resumed run appends
 typedef enum { EPOCHS_LOG, STEPS_LOG } CsvLog;
-static const struct {
-    const char *file;
-    const char *position_format; // of the columns at the beginning of a row
-} logs[] = {[EPOCHS_LOG] = {"epochs.csv", "%zu"}, [STEPS_LOG] = {"steps.csv", "%zu,%zu"}};
+static const char *const log_files[] = {[EPOCHS_LOG] = "epochs.csv", [STEPS_LOG] = "steps.csv"};
 
 // Whether a resumed run keeps a row: one before the run's position
 static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
-        return false; // the run was killed while it wrote this row
-    sscanf(row, logs[kind].position_format, &epoch, &step);
+        return false;                      // the run was killed while it wrote this row
+    sscanf(row, "%zu,%zu", &epoch, &step); // in epochs.csv the second number is not a step
     if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
@@ -6361,7 +6434,7 @@ static long length_kept(const Run *run, FILE *csv, CsvLog kind) {
         kept = ftell(csv);
     }
     if (ferror(csv))
-        die_file("cannot read", logs[kind].file);
+        die_file("cannot read", log_files[kind]);
     return kept;
 }
 
@@ -6384,7 +6457,7 @@ static void print_log_header(FILE *csv, CsvLog kind) {
 static FILE *open_log(const Run *run, CsvLog kind) {
     char path[PATH_SIZE];
     long kept = 0;
-    join_path(path, run->settings.out, logs[kind].file);
+    join_path(path, run->settings.out, log_files[kind]);
     FILE *csv = fopen(path, "a+");
     if (!csv)
         die_file("cannot write", path);
@@ -6602,6 +6675,7 @@ static void finish_epoch(Run *run, EpochResult *e) {
     e->lr = run->lr;
     if (run->comm.rank > 0)
         return;
+    clear_progress();
     if (run->model->logs_throughput)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->recorder.epoch_start);
@@ -6613,9 +6687,10 @@ static void finish_epoch(Run *run, EpochResult *e) {
 static void print_uploads(const Loader *loader) {
     const double bytes = (double)__atomic_load_n(&loader->uploaded, __ATOMIC_RELAXED);
     const double nanoseconds = (double)__atomic_load_n(&loader->upload_ns, __ATOMIC_RELAXED);
+    const char *memory = loader->consumer.pinned ? "pinned" : "pageable";
     if (bytes > 0)
         printf("Copied to the device so far: %.1f MB, %.2f GB/s per worker from %s memory\n",
-               bytes / 1e6, bytes / nanoseconds, loader->consumer.pinned ? "pinned" : "pageable");
+               bytes / 1e6, bytes / nanoseconds, memory);
 }
 
 // A collective call: ends the run unless all ranks have the same weights. Rank 0 prints the epoch's
@@ -6631,8 +6706,10 @@ static void report_epoch(Run *run, EpochResult *e) {
     flush(r->results, "standard output");
     print_uploads(&run->train_loader);
     flush(stdout, "standard output");
-    if (!r->epochs_csv || (!trained && !run->settings.eval))
-        return; // if training was already complete, the row of its last epoch is there
+    if (!r->epochs_csv)
+        return; // no run folder
+    if (!trained && !run->settings.eval)
+        return; // training was already complete: the row of its last epoch is there
     print_epoch(r->epochs_csv, e, CSV_ROW);
     flush(r->epochs_csv, "epochs.csv");
 }
@@ -6722,8 +6799,10 @@ static void parse_trace_steps(Run *run) {
     Tracer *t = &run->tracer;
     int size = 0;
     const int numbers = sscanf(text, "%18zu:%18zu%n", &t->first, &t->end, &size);
-    const bool all_used = text[size] == 0, negative = strchr(text, '-') != NULL;
-    if (numbers != 2 || !all_used || negative || t->first >= t->end)
+    const bool all_used = text[size] == 0;
+    const bool has_sign = strchr(text, '-') != NULL; // which %zu would accept
+    const bool is_range = numbers == 2 && all_used && !has_sign;
+    if (!is_range || t->first >= t->end)
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, such as 10:20, found \"%s\"",
             text);
 }
@@ -6759,7 +6838,7 @@ static void write_trace(const Run *run) {
     const size_t events = min_size(trace.count, TRACE_EVENTS);
     const char *hint = "";
     AtomicFile file;
-    char path[PATH_SIZE], kernels[32];
+    char path[PATH_SIZE], kernels[OPTION_TEXT_SIZE];
     if (!trace.events)
         return;
     if (run->comm.rank == 0)
@@ -6865,7 +6944,8 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     net->marks_rows = true;
     net_load(net, batch, 0);
     for (size_t round = 0; round < LAYER_ROUNDS; round++) {
-        net->flops = round == 0 ? flops : NULL;
+        const bool counts = round == 0;
+        net->flops = counts ? flops : NULL;
         compute_gradients(net, batch->n);
         for (size_t i = 1; i < net->layer_count; i++) {
             times[i].forward[round] =
@@ -7038,7 +7118,9 @@ static void write_predictions(const Run *run) {
     for (size_t i = 0; i < run->test_set.count; i++) {
         const bool is_correct = run->evaluation.predicted[i] == run->test_set.labels[i];
         const size_t before = is_correct ? correct : wrong;
-        const uint8_t *pixels = before < SAMPLES ? run->test_set.images + i * size : NULL;
+        const uint8_t *pixels = NULL;
+        if (before < SAMPLES)
+            pixels = run->test_set.images + i * size;
         print_prediction(csv.stream, run, i, 0, pixels);
         if (before < AUGMENTED && run->train_loader.augment)
             print_variants(csv.stream, run, i);
@@ -7240,6 +7322,8 @@ static void parse_save_every(Run *run) {
 // Refuses options that contradict each other.
 static void check_contradictions(const Settings *s) {
     const bool sgd = s->optimizer == SGD;
+    const bool has_checkpoint = *s->checkpoint != 0, reads_weights = s->resume || *s->load;
+    const bool traces_to_checkpoint = *s->trace && strcmp(s->trace, s->checkpoint) == 0;
     const struct {
         bool broken;
         const char *expected, *option; // the message, and the option whose value it shows
@@ -7251,15 +7335,14 @@ static void check_contradictions(const Settings *s) {
         {s->momentum > 0 && !sgd,
          "--momentum: expected --optimizer sgd, or --momentum 0 if the model's default sets it",
          "--optimizer"},
-        {s->resume && !*s->checkpoint, "--resume: expected --checkpoint FILE too", "--checkpoint"},
-        {strcmp(s->save_every, "1") != 0 && !*s->checkpoint,
+        {s->resume && !has_checkpoint, "--resume: expected --checkpoint FILE too", "--checkpoint"},
+        {strcmp(s->save_every, "1") != 0 && !has_checkpoint,
          "--save-every: expected --checkpoint FILE too", "--checkpoint"},
-        {s->eval && *s->checkpoint && !s->resume && !*s->load,
+        {s->eval && has_checkpoint && !reads_weights,
          "--eval: expected --resume or --load too, to read weights", "--load"},
         {s->gpus > 1 && s->replicas > 1, "--gpus: expected no --replicas, which are for the CPU",
          "--replicas"},
-        {*s->trace && strcmp(s->trace, s->checkpoint) == 0,
-         "--trace: expected a different file from --checkpoint", "--trace"}};
+        {traces_to_checkpoint, "--trace: expected a different file from --checkpoint", "--trace"}};
     char text[OPTION_TEXT_SIZE];
     for (size_t i = 0; i < LENGTH(rules); i++)
         if (rules[i].broken)
@@ -7361,11 +7444,13 @@ static void setup_learning_rate(Settings *s, size_t default_batch_size) {
 static void setup_threads(Settings *s, size_t local_ranks) {
     const size_t cores = usable_cores(), slurm = environment_number("SLURM_CPUS_PER_TASK");
     const size_t openmp = environment_number("OMP_NUM_THREADS");
+    const size_t default_threads = openmp ? openmp : cores;
+    const size_t default_workers = max_size(1, slurm / local_ranks);
     if (s->threads == 0)
-        s->threads = min_size(openmp ? openmp : cores, MAX_THREADS);
+        s->threads = min_size(default_threads, MAX_THREADS);
     s->threads = max_size(1, s->threads / local_ranks);
     if (s->workers == 0)
-        s->workers = min_size(max_size(slurm / local_ranks, 1), 256);
+        s->workers = min_size(default_workers, MAX_WORKERS);
     if (s->workers > cores)
         fprintf(stderr, "cnn: warning: --workers %zu will compete for the %zu usable cores\n",
                 s->workers, cores);
@@ -7415,7 +7500,7 @@ static const Kernels *kernels_of(bool gpu, size_t i) {
 
 // Lists the kernels of a device: "naive in fp32, fast in fp32"
 static void list_kernels(char *list, size_t size, bool gpu) {
-    char name[32], precision[32];
+    char name[OPTION_TEXT_SIZE], precision[OPTION_TEXT_SIZE];
     size_t length = 0;
     for (size_t i = 0; kernels_of(gpu, i); i++) {
         const Kernels *k = kernels_of(gpu, i);
@@ -7475,7 +7560,7 @@ static void check_device(const Run *run, const char *why_not) {
     for (size_t i = 0; i < LENGTH(gpu_only); i++)
         if (gpu_only[i].asked && !run->device->is_gpu)
             die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", gpu_only[i].option, why_not);
-    char precision[32];
+    char precision[OPTION_TEXT_SIZE];
     choice_word(precision, "--precision", (int)run->kernels->precision);
     if (run->kernels->name == TENSOR && !run->device_info.tensor_cores[run->kernels->precision])
         die(EXIT_USAGE,
@@ -7511,13 +7596,15 @@ static void print_device(const Run *run, const char *why_not) {
 
 // The number of GPUs that a run may use, or 0 and the reason why there is none
 static size_t count_gpus(const Settings *s, const char **why_not) {
-    if (cuda_kernels && s->replicas <= 1 && !s->no_cuda)
-        return cuda_kernels(0)->device->count(why_not);
-    *why_not = "built without CUDA";
-    if (s->no_cuda)
-        *why_not = "--no-cuda";
+    const bool is_built_in = cuda_kernels != NULL; // a weak function: see section 3
     if (s->replicas > 1)
         *why_not = "--replicas";
+    else if (s->no_cuda)
+        *why_not = "--no-cuda";
+    else if (!is_built_in)
+        *why_not = "built without CUDA";
+    else
+        return cuda_kernels(0)->device->count(why_not);
     return 0;
 }
 
@@ -7537,7 +7624,8 @@ static void choose_device(Run *run, const char **why_not) {
     if (c->replicas > run->devices && !s->oversubscribe)
         die(EXIT_USAGE, "%s %zu: expected at most the %zu found here; --oversubscribe shares them",
             option, c->world, run->devices);
-    s->gpus = gpus ? max_size(s->gpus, 1) : 0;
+    if (gpus > 0)
+        s->gpus = max_size(s->gpus, 1);
     s->kernels = run->kernels->name; // checkpoints compare both
     s->precision = run->kernels->precision;
     c->device_number %= run->devices;
@@ -7611,10 +7699,11 @@ static void load_first_dataset(Run *run) {
     char names[128], *rest;
     snprintf(names, sizeof names, "%s", run->model->datasets);
     const char *name = strtok_r(names, " ", &rest);
-    bool loaded = try_dataset(run, name);
-    while (!loaded) {
+    while (name) {
+        const bool loaded = try_dataset(run, name);
+        if (loaded)
+            return;
         name = strtok_r(NULL, " ", &rest);
-        loaded = try_dataset(run, name);
     }
 }
 
@@ -7625,7 +7714,8 @@ static void setup_data(Run *run) {
         load_first_dataset(run);
         return;
     }
-    if (try_dataset(run, s->dataset))
+    const bool loaded = try_dataset(run, s->dataset);
+    if (loaded)
         return;
     if (*s->data)
         snprintf(where, sizeof where, "the folder --data %s", s->data);
@@ -7730,12 +7820,14 @@ static double plan_run(Run *run, bool resident) {
     const Settings *s = &run->settings;
     Net *net = &run->net;
     net_build(net, run->model, &run->dataset_info, s, run->kernels);
-    net->max_test_batch = min_size(s->test_batch_size, run->test_set.count);
-    plan_net(net, min_size(run->batch_per_device, run->train_set.count));
+    plan_net(net, min_size(run->batch_per_device, run->train_set.count),
+             min_size(s->test_batch_size, run->test_set.count));
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
-    return run->device->is_gpu ? run_bytes(run, FOR_ANYTHING, true) : all_bytes(run);
+    if (run->device->is_gpu)
+        return run_bytes(run, FOR_ANYTHING, true);
+    return all_bytes(run);
 }
 
 // Plans the run. The data set stays on the device if at least 10 % of the memory remains free, or
@@ -7755,7 +7847,8 @@ static double plan_residency(Run *run) {
 }
 
 static void print_memory(const Run *run) {
-    printf("Memory in MB%s:", run->comm.world > 1 ? " of each device" : "");
+    const char *of_what = run->comm.world > 1 ? " of each device" : "";
+    printf("Memory in MB%s:", of_what);
     for (MemoryUse use = 0; use < MEMORY_USES; use++) {
         double bytes = run_bytes(run, use, false);
         if (use == FOR_DATA)
@@ -7779,7 +7872,7 @@ static void check_memory(const Run *run, double needed, double available, const 
 static void plan_and_check_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
     const double on_device = plan_residency(run);
-    const double on_host = all_bytes(run) - (gpu ? on_device : 0);
+    const double on_host = gpu ? all_bytes(run) - on_device : all_bytes(run);
     const bool prints = run->comm.rank == 0;
     if (prints) {
         print_summary(&run->net);
@@ -7787,10 +7880,10 @@ static void plan_and_check_memory(Run *run) {
     }
     check_memory(run, on_device, run->device_info.memory, "this device", run->device_info.name);
     check_memory(run, on_host, memory_limit(), "this machine", host_name());
+    const bool resident = run->train_loader.consumer.resident;
+    const char *place = resident ? "resident there" : "copied there batch by batch";
     if (gpu && prints)
-        printf("On the device: %.1f MB; the data set is %s\n", on_device / 1e6,
-               run->train_loader.consumer.resident ? "resident there"
-                                                   : "copied there batch by batch");
+        printf("On the device: %.1f MB; the data set is %s\n", on_device / 1e6, place);
 }
 
 // Plans, prints and allocates the memory of this rank, and starts its loaders.
@@ -7871,8 +7964,7 @@ static bool has_name(int fd) {
 // save replaces the checkpoint itself.
 static void lock_checkpoint(const char *checkpoint) {
     char target[PATH_SIZE], path[sizeof lock_file];
-    if (!realpath(checkpoint, target))
-        snprintf(target, PATH_SIZE, "%s", checkpoint);
+    resolve_path(target, checkpoint);
     snprintf(path, sizeof path, "%s.lock", target);
     int fd = open_lock(path, checkpoint); // stays open
     while (!has_name(fd)) {               // the run that held the lock removed the file as it ended
@@ -7930,8 +8022,9 @@ typedef struct Location {
 
 static Location own_location(const Run *run) {
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
+    const char *host = node ? node : host_name();
     Location own;
-    snprintf(own.host, sizeof own.host, "%.60s", node ? node : host_name());
+    snprintf(own.host, sizeof own.host, "%.60s", host);
     snprintf(own.device, sizeof own.device, "%.250s", run->device_info.name);
     snprintf(own.uuid, sizeof own.uuid, "%s", run->device_info.uuid);
     return own;
@@ -8000,6 +8093,9 @@ static void check_ranks_agree(Run *run) {
 
    The program itself: each function here consists of a few calls to the sections above. */
 
+// optimizer.step(). On a CPU the gradients are checked first, but only at the log interval, since
+// that reads all of them. Under dp only the master makes the update; dp_load() sends the parameters
+// to the other ranks.
 static void update_weights(Run *run) {
     if (at_log_interval(run) && !run->device->is_gpu)
         check_gradients_finite(&run->net, run->net.grads, run->epoch, run->batch_index + 1);
@@ -8064,7 +8160,9 @@ static bool training_is_over(const Run *run) {
 static bool is_checkpoint_due(const Run *run) {
     const Checkpointing *c = &run->checkpointing;
     const size_t unit = c->by_steps ? 1 : run->epoch_steps; // in steps
-    return c->request || steps_done(run) % (unit * c->every) == 0;
+    if (c->request)
+        return true; // a signal asks for it
+    return steps_done(run) % (unit * c->every) == 0;
 }
 
 // Advances the position by a step.
@@ -8087,7 +8185,8 @@ static void finish_step(Run *run, const Batch *batch) {
     trace_step(run);
     run->graphs.kernels_loaded[step_kind(run, batch)] = true;
     advance_position(run);
-    record_for_nsight(run, run->tracer.recording && steps_done(run) < run->tracer.end);
+    const bool records_on = run->tracer.recording && steps_done(run) < run->tracer.end;
+    record_for_nsight(run, records_on);
     run->checkpointing.saved = run->batch_index > 0 && is_checkpoint_due(run);
     if (run->checkpointing.saved)
         save_checkpoint(run);

@@ -176,5 +176,5 @@ static const Kernels *kernels_in(KernelsChoice name, Precision precision) {
             return k;
     }
     wrong("there are no kernels for %s",
-          choice_word((char[32]){""}, "--precision", (int)precision));
+          choice_word((char[OPTION_TEXT_SIZE]){""}, "--precision", (int)precision));
 }

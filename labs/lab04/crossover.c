@@ -60,7 +60,7 @@ static void setup_net(Net *net, const Run *run, const Kernels *k, Kernels *apart
     *apart = *k;
     apart->fuse = fuse_nothing;
     net_build(net, run->model, &run->dataset_info, &run->settings, apart);
-    plan_net(net, batch);
+    plan_net(net, batch, 0);
     net_alloc(net);
     init_weights(net, 1);
 }

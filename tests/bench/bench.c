@@ -33,7 +33,7 @@ static const Batch *setup_bench(Run *run) {
     run->train_set.info = &run->dataset_info;
     make_synthetic(&run->train_set, TRAINING_SET, s->batch_size);
     net_build(&run->net, run->model, &run->dataset_info, s, choose_kernels(s, false));
-    plan_net(&run->net, s->batch_size);
+    plan_net(&run->net, s->batch_size, 0);
     net_alloc(&run->net);
     init_weights(&run->net, s->seed);
     run->plan.device = &cpu_device;

@@ -225,7 +225,7 @@ static const Batch *setup_bench(Run *run, const Case *c, size_t (*build)(Net *ne
     run->train_set.info = &run->dataset_info;
     make_synthetic(&run->train_set, TRAINING_SET, c->batch);
     net_build(&run->net, run->model, &run->dataset_info, &run->settings, gpu);
-    plan_net(&run->net, c->batch);
+    plan_net(&run->net, c->batch, 0);
     net_alloc(&run->net);
     init_weights(&run->net, 1);
     run->optimizer_state =

@@ -1683,7 +1683,7 @@ static uint64_t train_steps(const Kernels *k, const char *model, size_t batch_si
     Dataset data = {.info = &info};
     make_synthetic(&data, TRAINING_SET, steps * batch_size);
     net_build(&net, m, &info, &s, k);
-    plan_net(&net, batch_size);
+    plan_net(&net, batch_size, 0);
     net_alloc(&net);
     init_weights(&net, 1);
     real *state = k->device->alloc(count_states(&optimizers[s.optimizer], &s) * net.param_size *

@@ -55,7 +55,7 @@ static void setup_parity(Run *run, char **argv) {
     net_build(net, run->model, &run->dataset_info, s, choose_kernels(s, false));
     for (size_t i = 0; i < net->layer_count; i++)
         net->layers[i].p = 0; // dropout
-    plan_net(net, s->batch_size);
+    plan_net(net, s->batch_size, 0);
     net_alloc(net);
     init_weights(net, s->seed);
     run->plan.device = net->device;

@@ -192,7 +192,7 @@ static void start_run(void) {
     run.epoch_steps = 10;
     run.epoch = 1;
     net_build(&run.net, &small_model, &info, &run.settings, run.kernels);
-    plan_net(&run.net, 1);
+    plan_net(&run.net, 1, 0);
     net_alloc(&run.net);
     init_weights(&run.net, 1);
     run.optimizer_state = must_alloc(2 * run.net.param_size * sizeof(real), "the optimizer");

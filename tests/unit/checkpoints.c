@@ -63,7 +63,7 @@ static void fill_random(real *to, size_t count) {
 static void build_for_checkpoint(Net *net, const char *model, const Settings *settings) {
     DatasetInfo info = dataset_for(find_model(model), "synthetic");
     net_build(net, find_model(model), &info, settings, &naive_kernels);
-    plan_net(net, 1);
+    plan_net(net, 1, 0);
     net_alloc(net);
 }
 
@@ -381,7 +381,7 @@ static void test_checkpoints(void) {
     test_round_trip("resnet8", &optimizers[0], 0);
     test_round_trip("resnet8", &optimizers[1], .9);
     net_build(&spoiled_net, &spoiled_model, &info, &plain, &naive_kernels);
-    plan_net(&spoiled_net, 1);
+    plan_net(&spoiled_net, 1, 0);
     net_alloc(&spoiled_net);
     test_unfinite_checkpoint();
     read_saved();

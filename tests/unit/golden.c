@@ -104,7 +104,7 @@ static void build_golden_net(Net *net, const GoldenNet *g, const Kernels *k) {
     for (size_t i = 0; i < net->layer_count; i++)
         if (net->layers[i].kind == DROPOUT)
             net->layers[i].p = 0;
-    plan_net(net, g->batch);
+    plan_net(net, g->batch, 0);
     net_alloc(net);
     init_weights(net, 1);
 }

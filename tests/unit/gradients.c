@@ -21,7 +21,7 @@ static void build_plain_net(Net *net, const Kernels *k, size_t kernel, size_t st
     x = relu(net, linear(net, dropout(net, x, (real).3), 11));
     x = linear(net, dropout(net, x, (real).5), CLASSES);
     log_softmax(net, x);
-    plan_net(net, BATCH);
+    plan_net(net, BATCH, 0);
     net_alloc(net);
     init_weights(net, 3);
 }
@@ -143,7 +143,7 @@ static Array train_by_threads(int threads) {
     set_num_threads(threads);
     drawn = 0;
     net_build(&net, find_model("resnet8"), &info, &plain, &fast_kernels);
-    plan_net(&net, BATCH);
+    plan_net(&net, BATCH, 0);
     net_alloc(&net);
     init_weights(&net, 1);
     load_random(&net);

@@ -38,7 +38,7 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
             noting.layers[kind].backward = note_backward;
         }
     net_build(&net, find_model(model), &info, &plain, &noting);
-    plan_net(&net, 2);
+    plan_net(&net, 2, 0);
     net_alloc(&net);
     init_weights(&net, 1);
     memset(kernels_of_row, 0, sizeof kernels_of_row);

@@ -548,7 +548,7 @@ static void test_pooled(void) {
         size_t channels = draw_size(1, shape % 10 == 3 ? 200 : few ? 12 : 70);
         size_t x = conv2d_bias(&net, 0, channels, kernel, 1, 0, draw_bits() % 2);
         maxpool2d(&net, relu(&net, x), 2, few ? 2 : draw_size(1, 3), 0);
-        plan_net(&net, n);
+        plan_net(&net, n, 0);
         net.row_plans[1].fused.input_relu_backward = draw_bits() % 2;
         if (!net.row_plans[1].fused.pool)
             fail("a convolution without padding before a max-pool is not joined with it");
@@ -585,7 +585,7 @@ static void test_pooled_limit(void) {
         start_net(&net, (Shape){table[i].size, table[i].size, table[i].channels_in});
         size_t x = conv2d(&net, 0, table[i].channels, table[i].kernel, table[i].stride, 0);
         maxpool2d(&net, relu(&net, x), table[i].window, 2, 0);
-        plan_net(&net, 1);
+        plan_net(&net, 1, 0);
         const bool joined = net.row_plans[1].fused.pool;
         if (joined != table[i].joined)
             fail("row %zu: %s", i, joined ? "joined" : "not joined");

@@ -124,7 +124,7 @@ static void plan_apart(Net *net, bool fused) {
 static void build_unplanned(Net *net, const Kernels *k, bool fused) {
     DatasetInfo info = {.name = "test", .shape = {4, 5, 2}, .classes = CLASSES};
     net_build(net, &random_model, &info, &plain, k);
-    plan_net(net, BATCH);
+    plan_net(net, BATCH, 0);
     plan_apart(net, fused);
     net->plan.count = 0;
     plan_net_arenas(net);
@@ -235,7 +235,7 @@ static void test_plan_of_models(void) {
             settings.stem = stem;
             DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
             net_build(&net, model_at(m), &info, &settings, &fast_kernels);
-            plan_net(&net, 2);
+            plan_net(&net, 2, 0);
             check_resnet_size(&net);
             check_resnet_adds(&net);
         }
@@ -261,7 +261,7 @@ static void test_definitions_fuse_nothing(void) {
     for (size_t m = 0; m < LENGTH(models) + ODD_MODELS + 100; m++) {
         DatasetInfo info = {.name = "test", .shape = {32, 32, 3}, .classes = 10};
         net_build(&net, model_at(m), &info, &plain, &naive_kernels);
-        plan_net(&net, 2);
+        plan_net(&net, 2, 0);
         check_nothing_fused(&net);
     }
     verdict("the definitions fuse nothing");

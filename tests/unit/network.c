@@ -159,7 +159,7 @@ static int refused_build(const Model *model, const Kernels *kernels, char *text,
         exit_process = _exit; // nothing of the tests is to be flushed or freed here
         dup2(ends[1], STDERR_FILENO);
         net_build(&net, model, &info, &plain, kernels);
-        plan_net(&net, 1);
+        plan_net(&net, 1, 0);
         _exit(0);
     }
     close(ends[1]);
@@ -273,7 +273,7 @@ static void test_initial_values(void) {
     size_t x = batchnorm2d(&net, conv2d_bias(&net, 0, 96, 3, 1, 1, false));
     x = conv2d(&net, x, 128, 3, 1, 0);
     log_softmax(&net, linear(&net, x, CLASSES));
-    plan_net(&net, 1);
+    plan_net(&net, 1, 0);
     net_alloc(&net);
     init_weights(&net, 1);
     const Layer *l = net.layers;

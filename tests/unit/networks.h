@@ -147,7 +147,7 @@ static void build_small(Net *net, const Model *model, Shape images, const Settin
                         const Kernels *k) {
     DatasetInfo info = {.name = "test", .shape = images, .classes = CLASSES};
     net_build(net, model, &info, settings, k);
-    plan_net(net, BATCH);
+    plan_net(net, BATCH, 0);
     net_alloc(net);
     init_weights(net, 3);
     draw_norms(net);

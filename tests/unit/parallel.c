@@ -156,7 +156,7 @@ static void *learner_thread(void *argument) {
     set_num_threads(1);
     make_synthetic(&data, TRAINING_SET, LEARN_STEPS * 2 * LEARN_BATCH);
     net_build(net, find_model("mnist"), &info, &run->settings, &learner->kernels);
-    plan_net(net, LEARN_BATCH);
+    plan_net(net, LEARN_BATCH, 0);
     net_alloc(net);
     init_weights(net, 1);
     real *state = must_alloc(2 * net->param_size * sizeof(real), "a test");

@@ -117,7 +117,7 @@ static void test_steady_steps(const Model *model, const Optimizer *o, Augment *a
     Loader l;
     make_synthetic(&data, TRAINING_SET, 160);
     net_build(&net, model, &info, &settings, &fast_kernels);
-    plan_net(&net, 16);
+    plan_net(&net, 16, 0);
     net_alloc(&net);
     init_weights(&net, 1);
     real *state = must_alloc(2 * net.param_size * sizeof(real), "a test");
