@@ -28,14 +28,15 @@ BATCHES.bin: for each step BATCH * HEIGHT * WIDTH * CHANNELS little-endian doubl
 Standard output: a line `loss %.17g` for each step, the mean over the batch before the update.
 
 Prints `pass parity/NAME`, `fail parity/NAME: what, expected, found`, `skip parity/NAME: why`; lines
-that begin with # tell how near to its bound a result came.  With QUICK set, resnet18 and resnet50
-are skipped.
+that begin with # tell how near to its bound a result came.  resnet18 and resnet50 take turns, a day
+each, whose number may be given as ROTATION=N; with LONG set both are tried, with QUICK neither.
 """
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Callable, NamedTuple
 
 sys.dont_write_bytecode = True  # no __pycache__ in the source tree
@@ -335,16 +336,28 @@ def compare_torchvision(name):
         report(f"torchvision_{name}", None if same else "expected the same log-probabilities, found others")
 
 
+def left_out(model):
+    """Why this run does not try a model, or None."""
+    large = ("resnet18", "resnet50")
+    day = int(os.environ.get("ROTATION") or time.strftime("%j"))
+    if MISSING or model not in large:
+        return MISSING
+    if os.environ.get("QUICK"):
+        return "QUICK is set"
+    if os.environ.get("LONG") or model == large[day % 2]:
+        return None
+    return "another day; LONG=1: today"
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit("usage: live_pytorch.py DIR")
     for name in () if MISSING else ("resnet18", "resnet50"):
         compare_torchvision(name)
     for model, case in CASES.items():
-        large = model in ("resnet18", "resnet50")
-        quick = "QUICK is set" if large and os.environ.get("QUICK") else None
-        if MISSING or quick:
-            print(f"skip parity/{model}: {MISSING or quick}", flush=True)
+        why = left_out(model)
+        if why:
+            print(f"skip parity/{model}: {why}", flush=True)
             continue
         set_threads(1)
         weights, batches = initial_weights(case), make_batches(case)
