@@ -6414,8 +6414,9 @@ static const char *const log_files[] = {[EPOCHS_LOG] = "epochs.csv", [STEPS_LOG]
 static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
     size_t epoch = 0, step = 0;
     if (!strchr(row, '\n'))
-        return false;                      // the run was killed while it wrote this row
-    sscanf(row, "%zu,%zu", &epoch, &step); // in epochs.csv the second number is not a step
+        return false; // the run was killed while it wrote this row
+    // In epochs.csv the second number is not a step, and is not used.
+    sscanf(row, "%zu,%zu", &epoch, &step);
     if (kind == STEPS_LOG && epoch == run->epoch)
         return step <= run->batch_index;
     return epoch > 0 && epoch < run->epoch;
