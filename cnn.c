@@ -5743,9 +5743,19 @@ static int take_request(void) {
 
 // ---- The state of a run
 
-// The phases of a step, in the order of steps.csv. EXPOSED_COMM is the time that a rank waits for
-// COMM. The phases other than COMM, which overlaps them, add up to the step's time.
-enum { LOAD, COPY, FORWARD, BACKWARD, OPTIMIZER, COMM, EXPOSED_COMM, OTHER, PHASES };
+// The phases of a step, in the order of steps.csv. PHASE_EXPOSED_COMM is the time that a rank waits
+// for PHASE_COMM. The phases other than PHASE_COMM, which overlaps them, add up to the step's time.
+enum {
+    PHASE_LOAD,
+    PHASE_COPY,
+    PHASE_FORWARD,
+    PHASE_BACKWARD,
+    PHASE_OPTIMIZER,
+    PHASE_COMM,
+    PHASE_EXPOSED_COMM,
+    PHASE_OTHER,
+    PHASES
+};
 
 typedef struct StepResult {
     size_t epoch, step, images;
@@ -5801,9 +5811,9 @@ typedef struct Checkpointing {
     int request; // gathered from all ranks and not yet handled, or 0
 } Checkpointing;
 
-// --graph: an epoch's last step may be SHORT, with fewer images, and needs a graph of its own. The
-// first step of either kind runs without a graph, since it loads kernels.
-enum { FULL, SHORT, STEP_KINDS };
+// --graph: an epoch's last step may be a SHORT_STEP, with fewer images, and needs a graph of its
+// own. The first step of either kind runs without a graph, since it loads kernels.
+enum { FULL_STEP, SHORT_STEP, STEP_KINDS };
 
 typedef struct StepGraphs {
     bool kernels_loaded[STEP_KINDS];
@@ -6229,16 +6239,16 @@ enum { WARMUP_STEPS = 3 }; // the first steps load code and fill caches
 // A row of steps.csv, or its header: a step of one rank
 static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
     const double *p = s->phases;
-    const double seconds =
-        p[LOAD] + p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER] + p[EXPOSED_COMM] + p[OTHER];
+    const double seconds = p[PHASE_LOAD] + p[PHASE_COPY] + p[PHASE_FORWARD] + p[PHASE_BACKWARD] +
+                           p[PHASE_OPTIMIZER] + p[PHASE_EXPOSED_COMM] + p[PHASE_OTHER];
     const size_t warmup = s->epoch == 1 && s->step <= WARMUP_STEPS ? 1 : 0;
     print_record(f, form,
                  "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
                  "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
                  "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
-                 s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds, p[LOAD], p[COPY],
-                 p[FORWARD], p[BACKWARD], p[OPTIMIZER], p[COMM], p[EXPOSED_COMM], p[OTHER],
-                 s->bytes_sent, warmup);
+                 s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds, p[PHASE_LOAD],
+                 p[PHASE_COPY], p[PHASE_FORWARD], p[PHASE_BACKWARD], p[PHASE_OPTIMIZER],
+                 p[PHASE_COMM], p[PHASE_EXPOSED_COMM], p[PHASE_OTHER], s->bytes_sent, warmup);
 }
 
 // Opens a new file of the run folder. Without --out, what is written to it is discarded.
@@ -6318,7 +6328,7 @@ static void print_parallel_json(FILE *f, const Run *run) {
     const char *mode = "single";
     if (c->world > 1)
         mode = option_text_by_name(text, s, "--parallel");
-    const bool replayed = run->graphs.graph[FULL] || run->graphs.graph[SHORT];
+    const bool replayed = run->graphs.graph[FULL_STEP] || run->graphs.graph[SHORT_STEP];
     fprintf(f, "{");
     print_record(f, JSON,
                  "mode=%s world=%zu batch_per_device=%zu global_batch=%zu iterations=%zu "
@@ -6550,7 +6560,7 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
         e->step_images += s->images;
         loss += s->loss * (double)s->images;
         e->train_correct += s->correct;
-        longest_wait = fmax(longest_wait, s->phases[LOAD]);
+        longest_wait = fmax(longest_wait, s->phases[PHASE_LOAD]);
         if (s->request > run->checkpointing.request)
             run->checkpointing.request = s->request;
         for (size_t k = 0; k < PHASES; k++)
@@ -6578,7 +6588,7 @@ static void flush_steps(Run *run, EpochResult *e) {
         add_step(run, e, i);
     memset(r->steps, 0, r->buffered_steps * sizeof *r->steps);
     r->buffered_steps = 0;
-    clock_charge(&run->clock, &current_step(run)->phases[OTHER]);
+    clock_charge(&run->clock, &current_step(run)->phases[PHASE_OTHER]);
     if (r->steps_csv)
         flush(r->steps_csv, "steps.csv");
 }
@@ -6631,7 +6641,7 @@ static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, Batc
     s->correct = loss.correct_images;
     s->loss = loss.mean;
     s->lr = run->lr;
-    s->phases[COMM] = run->comm.seconds;
+    s->phases[PHASE_COMM] = run->comm.seconds;
     s->bytes_sent = run->comm.bytes_sent;
     s->request = request;
     run->comm.seconds = 0;
@@ -6663,11 +6673,12 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss los
 static void print_phases(const EpochResult *e, size_t world) {
     const double n = (double)world;
     const double *p = e->phases;
-    const double compute = p[COPY] + p[FORWARD] + p[BACKWARD] + p[OPTIMIZER];
+    const double compute =
+        p[PHASE_COPY] + p[PHASE_FORWARD] + p[PHASE_BACKWARD] + p[PHASE_OPTIMIZER];
     printf("ranks=%zu compute_s=%.3f load_s=%.3f comm_s=%.3f exposed_comm_s=%.3f other_s=%.3f "
            "mb_sent=%.1f (averages over the ranks)\n",
-           world, compute / n, p[LOAD] / n, p[COMM] / n, p[EXPOSED_COMM] / n, p[OTHER] / n,
-           1e-6 * e->bytes_sent / n);
+           world, compute / n, p[PHASE_LOAD] / n, p[PHASE_COMM] / n, p[PHASE_EXPOSED_COMM] / n,
+           p[PHASE_OTHER] / n, 1e-6 * e->bytes_sent / n);
 }
 
 // After an epoch of training: writes the rows that are left, and prints averages over the ranks.
@@ -8104,9 +8115,9 @@ static void update_weights(Run *run) {
         optimizer_step(&run->net, run->optimizer_state);
 }
 
-// Whether the step has all images of a batch (FULL) or fewer (SHORT)
+// Whether the step has all images of a batch (FULL_STEP) or fewer (SHORT_STEP)
 static size_t step_kind(const Run *run, const Batch *batch) {
-    return batch->n < run->net.max_batch ? SHORT : FULL;
+    return batch->n < run->net.max_batch ? SHORT_STEP : FULL_STEP;
 }
 
 // Whether this step is launched as a CUDA graph, which the first such step captures
@@ -8193,13 +8204,14 @@ static void finish_step(Run *run, const Batch *batch) {
         save_checkpoint(run);
 }
 
-/* AT(phase, statement) executes the statement, and adds its time to this line of the profile and to
-   this phase of the step, which is a column of steps.csv; what follows log_step() counts towards
+/* AT(LOAD, statement) executes the statement, and adds its time to this line of the profile and to
+   PHASE_LOAD of the step, which is a column of steps.csv; what follows log_step() counts towards
    the next step. The statement may be an assignment. AT uses the variable `run` of its function. */
-#define AT(phase, ...)                                                                      \
-    do {                                                                                    \
-        clock_line(&run->clock, __LINE__, &current_step(run)->phases[phase], #__VA_ARGS__); \
-        __VA_ARGS__;                                                                        \
+#define AT(name, ...)                                                   \
+    do {                                                                \
+        double *const phase = &current_step(run)->phases[PHASE_##name]; \
+        clock_line(&run->clock, __LINE__, phase, #__VA_ARGS__);         \
+        __VA_ARGS__;                                                    \
     } while (0)
 
 enum { TRAIN_BEGINS = __LINE__ + 3 }; // the line with "static void train"

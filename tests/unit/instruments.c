@@ -71,8 +71,8 @@ static void test_start_of_epoch(void) {
     run.recorder.steps = steps;
     run.recorder.steps_capacity = 2;
     run.epoch_steps = run.epoch = 1;
-    steps[1].phases[LOAD] = 1;
-    clock_line(&run.clock, 1, &steps[0].phases[OTHER], "the end of an epoch");
+    steps[1].phases[PHASE_LOAD] = 1;
+    clock_line(&run.clock, 1, &steps[0].phases[PHASE_OTHER], "the end of an epoch");
     clock_stop(&run.clock);
     start_epoch(&run);
     for (size_t i = 0; i < 2; i++)
