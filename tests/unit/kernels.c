@@ -496,6 +496,33 @@ static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
     free(prepared);
 }
 
+// The operations of backward: those of a filter for each gradient that reaches the convolution, for
+// the weights' gradient and, if it is wanted, for the input's.
+static void check_pooled_flops(const Net *net, size_t n, const Inputs *x, const Pooled *p,
+                               bool wants_din) {
+    const Layer *l = &net->layers[1];
+    Work w = conv_work(net, n, x);
+    Array zeros = array(x->dout.count, 0);
+    void *prepared = prepare_row(&fast_kernels, l);
+    double terms = 0, passes = wants_din ? 2 : 1;
+    memset(zeros.at, 0, zeros.count * sizeof(real));
+    for (size_t i = 0; i < x->dout.count; i++)
+        if (x->dout.at[i] != 0 && p->pooled.at[i] > 0)
+            terms++;
+    w.prepared = prepared;
+    w.out = p->pooled.at;
+    w.din = wants_din ? x->din.at : NULL;
+    w.dout = x->dout.at;
+    const double all = fast_kernels.flops(w);
+    w.dout = zeros.at;
+    const double found = all - fast_kernels.flops(w);
+    const double want = 2 * passes * terms * (double)(l->weight_count / l->out.c);
+    if (prepared && found != want)
+        fail("%.0f operations for the gradients that are not 0, expected %.0f", found, want);
+    free(zeros.base);
+    free(prepared);
+}
+
 static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) {
     const Layer *l = &net->layers[1];
     const Fusion *fused = &net->row_plans[1].fused;
@@ -507,6 +534,7 @@ static void compare_pooled(Net *net, size_t n, bool accumulate, bool wants_din) 
                 absolute(&x.din)};
     check_pooled_forward(net, n, &x);
     Pooled p = pooled_forward(net, n, &x);
+    check_pooled_flops(net, n, &x, &p, wants_din);
     Results got = pooled_fast(net, n, &x, &p, accumulate, wants_din);
     set_num_threads(1);
     Results alone = pooled_fast(net, n, &x, &p, accumulate, wants_din);
