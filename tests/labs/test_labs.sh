@@ -3,7 +3,7 @@
 # right score, the solution has all points, the commands of the handout run and print what it says, and each
 # wrong answer in tests/labs/wrong/ is detected. No starter contains an answer.
 #
-#   tests/labs/test_labs.sh [LAB...]     if none is named, lab 0 and a third of the others, others each day
+#   tests/labs/test_labs.sh [LAB...]     if none is named, lab 0 and a quarter of the others, others each day
 #                                        (LONG=1: all)
 #                                        QUICK=1: if none is named, lab 0 and another one each day; the starters of all
 #                                        compile, and the pictures of these labs are drawn. The handout of lab 0 is run
@@ -211,8 +211,8 @@ check_all() {
 # lacks_python LAB: whether the lab's run folders cannot be read here
 lacks_python() { [ -z "$python3" ] && grep -q runs.sh "$repo/labs/check/$(lab_name "$1").sh"; }
 
-# graded LAB: whether it comes to the grade book, one in four times; of_today() takes three days for all labs
-graded() { [ -n "${LONG:-}" ] || [ $((($1 + $(day) / 3) % 4)) -eq 0 ]; }
+# graded LAB: whether it comes to the grade book, one in four times; of_today() takes four days for all labs
+graded() { [ -n "${LONG:-}" ] || [ $((($1 + $(day) / 4) % 4)) -eq 0 ]; }
 
 # grade_class LAB SOLVED: the grade book of two students, of whom one has handed in the starter as it was.
 grade_class() {
@@ -588,9 +588,9 @@ figures() {
     done
 }
 
-# Under QUICK lab 0 and another one each day; else lab 0 and a third of the others, others each day
+# Under QUICK lab 0 and another one each day; else lab 0 and a quarter of the others, others each day
 of_today() {
-    local -a all turn=(0 0 1 2 0 0 1 2 1 1 2) # of labs 0 to 10, so that the days have about the same work
+    local -a all turn=(0 1 0 1 2 3 1 2 3 2 0) # of labs 0 to 10, so that the days have about the same work
     local n
     mapfile -t all < <(labs)
     echo 0
@@ -599,7 +599,7 @@ of_today() {
         return
     fi
     for n in "${all[@]:1}"; do
-        ! share "${turn[n]:-$n}" || echo "$n"
+        ! share "${turn[n]:-$n}" 4 || echo "$n"
     done
 }
 
