@@ -31,9 +31,9 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   A section builds on the sections before it. Four names are declared before they are defined:
-   LossScale (used in section 1, defined in 3), die() (2, in 3), naive_kernels (4, in 7) and
-   cpu_peak_gflops() (7, in cnn_kernels.c).
+   A section builds on the sections before it. Four names are declared before the section that
+   defines them: LossScale (used in section 1, defined in 3), die() (2, in 3), naive_kernels (4, in
+   7) and cpu_peak_gflops() (7, in cnn_kernels.c).
    Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its images, run it on
    several devices and store its weights; 12 to 14 are options, measurements and set-up. For an
    overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
@@ -1421,7 +1421,7 @@ static FILE *open_existing(const char *path) {
 static bool lock_for_this_run(int fd) {
     for (int tries = 0; tries < 50; tries++) {
         const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
-        const bool has_locks = locked || errno == EWOULDBLOCK; // not all file systems have
+        const bool has_locks = locked || errno == EWOULDBLOCK; // some file systems have none
         if (locked || !has_locks)
             return true;
         nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
@@ -2333,11 +2333,11 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
     const real fan_in = (real)(l->weight_count / l->out.c), bound = 1 / SQRT(fan_in);
     const real fan_out = (real)(l->kernel_size * l->kernel_size * l->out.c);
     const size_t weight_number = 2 * row, bias_number = 2 * row + 1;
-    const bool batchnorm_follows = l->bias_count == 0; // see conv_bn()
-    if (batchnorm_follows)
-        init_random(net, weight, l->weight_count, NORMAL, SQRT(2 / fan_out), weight_number, seed);
-    else
+    const bool has_bias = l->bias_count > 0;
+    if (has_bias)
         init_random(net, weight, l->weight_count, UNIFORM, bound, weight_number, seed);
+    else
+        init_random(net, weight, l->weight_count, NORMAL, SQRT(2 / fan_out), weight_number, seed);
     init_random(net, bias, l->bias_count, UNIFORM, bound, bias_number, seed);
 }
 
@@ -5377,8 +5377,7 @@ static const Option options[] = {
     {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
      "allow several ranks on one GPU or core, for experiments"},
     {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
-     "ddp: each device loads its share of a batch, gradients are all-reduced; dp: one loads for "
-     "all"},
+     "ddp: each device loads a batch of its own, gradients are all-reduced; dp: one loads for all"},
     {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
      "images of a step on all devices together, instead of --batch-size"},
     {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
@@ -5715,9 +5714,12 @@ enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
 static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
 static void on_signal(int number) {
+    int none = 0;
     if (number == SIGUSR1) {
-        if (!requested) // a request to end includes a checkpoint
-            requested = SAVE_REQUEST;
+        // A request to end, which another thread may just be storing, is kept: it includes a
+        // checkpoint.
+        __atomic_compare_exchange_n(&requested, &none, SAVE_REQUEST, false, __ATOMIC_RELAXED,
+                                    __ATOMIC_RELAXED);
         return;
     }
     signal(number, SIG_DFL); // the same signal again ends the program
@@ -5726,13 +5728,10 @@ static void on_signal(int number) {
 
 static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
-    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, previous;
-    for (size_t i = 0; i < LENGTH(numbers); i++)
-        sigaddset(&action.sa_mask, numbers[i]); // no signal interrupts the handler of another one
     for (size_t i = 0; i < LENGTH(numbers); i++) {
-        sigaction(numbers[i], NULL, &previous);
-        if (previous.sa_handler != SIG_IGN) // what nohup ignores stays ignored
-            sigaction(numbers[i], &action, NULL);
+        void (*previous)(int) = signal(numbers[i], on_signal);
+        if (previous == SIG_IGN) // what nohup ignores stays ignored
+            signal(numbers[i], SIG_IGN);
     }
 }
 
@@ -6687,7 +6686,8 @@ static void finish_epoch(Run *run, EpochResult *e) {
     e->lr = run->lr;
     if (run->comm.rank > 0)
         return;
-    clear_progress();
+    if (!run->settings.quiet)
+        clear_progress();
     if (run->model->logs_throughput)
         printf("INFO - Time taken for epoch %zu is %.3f sec\n", e->epoch,
                now() - run->recorder.epoch_start);
@@ -6812,8 +6812,8 @@ static void parse_trace_steps(Run *run) {
     int size = 0;
     const int numbers = sscanf(text, "%18zu:%18zu%n", &t->first, &t->end, &size);
     const bool all_used = text[size] == 0;
-    const bool has_sign = strchr(text, '-') != NULL; // which %zu would accept
-    const bool is_range = numbers == 2 && all_used && !has_sign;
+    const bool has_minus = strchr(text, '-') != NULL; // which %zu would accept
+    const bool is_range = numbers == 2 && all_used && !has_minus;
     if (!is_range || t->first >= t->end)
         die(EXIT_USAGE, "--trace-steps: expected A:B with A below B, such as 10:20, found \"%s\"",
             text);
@@ -8106,8 +8106,8 @@ static void check_ranks_agree(Run *run) {
    The program itself: each function here consists of a few calls to the sections above. */
 
 // optimizer.step(). On a CPU the gradients are checked first, but only at the log interval, since
-// that reads all of them. Under dp only the master makes the update; dp_load() sends the parameters
-// to the other ranks.
+// that reads all of them. Under dp only the master makes the update; the other ranks fetch its
+// parameters by dp_load().
 static void update_weights(Run *run) {
     if (at_log_interval(run) && !run->device->is_gpu)
         check_gradients_finite(&run->net, run->net.grads, run->epoch, run->batch_index + 1);

@@ -487,7 +487,7 @@ static void delay_first(size_t position) {
     HAPPENS(READ(seen.place) == IN_NEXT);
     if (!HAPPENS(is_made(1, seen.loader.slots)))
         wrong("while one worker made batch 0, which took long, the others did not make batches 1 "
-              "to %zu",
+              "to %zu: loader_next() increments `handed` and wakes the workers before it waits",
               seen.loader.slots - 1);
     usleep(20000);
 }

@@ -363,7 +363,7 @@ processes() {
 # shellcheck disable=SC2317 # until_true calls it
 no_process() { [ -z "$(processes "$1")" ]; }
 
-# programs FOLDER: those that write their run there. signal_program SIGNAL FOLDER: to them
+# programs FOLDER: those that write their run there. signal_program SIGNAL FOLDER: sends them the signal
 programs() { processes "^[^ ]*cnn .*--out $1 "; }
 signal_program() { programs "$2" | xargs -r kill "-$1"; }
 # shellcheck disable=SC2317 # until_true calls it
@@ -383,7 +383,7 @@ requeued() {
     folder=runs/$2-$job
     WAIT_S=100 until_true trains || return
     signal_program STOP "$folder"
-    [ -n "$(programs "$folder")" ] || return
+    [ -n "$(programs "$folder")" ] && ! grep -qs '^12,' "$folder/epochs.csv" || return
     until_true sampled "$folder/monitor.csv"
     scancel --batch --signal=USR1 "$job"
     holds "requeue/$1/signalled" "the signal" "none" until_true test -e "$folder/signalled"

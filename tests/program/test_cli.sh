@@ -704,6 +704,10 @@ test_progress() {
         holds "progress/$width" "1 to $((width - 1)) letters" "$widest" \
             test "$widest" -gt 0 -a "$widest" -lt "$width"
     done
+    # It is cleared before other text takes its place.
+    same progress/cleared "" "$(grep -aP 'epoch 1: [^\r]*\r++(?!\x1b\[K)' "$tmp/terminal")"
+    script -qec "printf 'mine '; $cnn ${tiny[*]} --quiet" "$tmp/terminal" >/dev/null 2>&1 </dev/null
+    holds progress/quiet "mine epoch=1" "$(head -n 3 "$tmp/terminal")" grep -qa '^mine epoch=1 ' "$tmp/terminal"
 }
 
 test_good_run

@@ -46,9 +46,9 @@ test_idx() {
     same idx/gz_equals_plain "$(cat "$tmp/plain")" "$(figures)"
     ignoring_children "$cnn" --data "$tmp/idx" --dataset mnist --epochs 1 >"$out" 2>"$err"
     same idx/gz_of_a_parent_that_ignores_sigchld "0 $(cat "$tmp/plain")" "$? $(figures)"
-    mkdir "$tmp/killed" && printf '#!/bin/sh\nkill -INT $$\n' >"$tmp/killed/gzip" && chmod +x "$tmp/killed/gzip"
+    mkdir "$tmp/killed" && printf '#!/bin/sh\nkill -KILL $$\n' >"$tmp/killed/gzip" && chmod +x "$tmp/killed/gzip"
     PATH=$tmp/killed:$PATH run --data "$tmp/idx" --dataset mnist --epochs 1
-    one_error cnn idx/gz_interrupted "$train_images.gz: gzip was ended by signal 2"
+    one_error cnn idx/gz_killed "$train_images.gz: gzip was ended by signal 9"
     run --data "$tmp/idx" --dataset mnist --epochs 1 --limit-train 7
     line idx/gz_limit '^Train set size: 7$'
     mkdir "$tmp/idx/mnist" && mv "$tmp/idx/"*.gz "$tmp/idx/mnist/"

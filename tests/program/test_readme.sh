@@ -253,8 +253,9 @@ done
 
 # ---- The examples of tests/README.md: a wrong answer, a shell test, and one in C, which is compiled with the next test
 
-verdict example_case "a case of tests/labs/wrong/lab03.txt" "another one" \
-    grep -qF "$(sed -n 's/^    //; /^case /,/^$/p' tests/README.md | tr '\n' '|')" <(tr '\n' '|' <tests/labs/wrong/lab03.txt)
+case=$(sed -n 's/^    //; /^case /,/^$/p' tests/README.md | tr '\n' '|')
+verdict example_case "a case of tests/labs/wrong/lab03.txt" "${case:-none}" \
+    grep -qF "${case:-none}" <(tr '\n' '|' <tests/labs/wrong/lab03.txt)
 # example bash|c
 example() { sed -n "/^\`\`\`$1\$/,/^\`\`\`\$/p" tests/README.md | sed '1d; $d'; }
 { sed '/^# ---- A good run/q' tests/program/test_cli.sh && example bash && echo test_smaller_batch; } >tests/program/example.sh
