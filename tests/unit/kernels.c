@@ -496,8 +496,8 @@ static void check_pooled_forward(Net *net, size_t n, const Inputs *x) {
     free(prepared);
 }
 
-// The operations of backward: those of a filter for each gradient that reaches the convolution, for
-// the weights' gradient and, if it is wanted, for the input's.
+// Backward executes the operations of one filter for each gradient that reaches the convolution:
+// once for the gradient of the weights and, if it is wanted, once for the gradient of the input.
 static void check_pooled_flops(const Net *net, size_t n, const Inputs *x, const Pooled *p,
                                bool wants_din) {
     const Layer *l = &net->layers[1];
