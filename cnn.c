@@ -1927,10 +1927,10 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether the reader of a row may write its result over the row's output: if it is the only reader
-// and the output is not the images, and if neither the row's own backward pass needs the output nor
-// the backward pass of the row whose kernels wrote it. The kernels' fuse() decides whether the
-// reader's own backward pass allows it.
+// Whether the reader of a row may write its result over the row's output. There must be no other
+// reader, the output must not be the images, and no backward pass may need it: neither the row's
+// own nor the backward pass of the row whose kernels wrote it. The kernels' fuse() decides whether
+// the reader's own backward pass allows it.
 static bool may_overwrite(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)

@@ -1631,7 +1631,7 @@ static void conv2d_backward_naive(Work w) {
 enum { TILE_K = 16 };
 
 // ROWS x COLUMNS elements of a tile are computed by one thread. BLOCKS fit on a multiprocessor; on
-// that of a T4, with 64 KB of shared memory, 1 of the large tile and 2 of the narrow one.
+// a T4's, with 64 KB of shared memory, 1 of the large tile and 2 of the narrow one.
 template <int M_, int N_, int ROWS_, int COLUMNS_, int BLOCKS_> struct Tile {
     enum { M = M_, N = N_, ROWS = ROWS_, COLUMNS = COLUMNS_, BLOCKS = BLOCKS_ };
     enum { TILE_THREADS = M / ROWS * (N / COLUMNS), DYNAMIC_BYTES = 0 };

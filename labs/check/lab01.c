@@ -536,7 +536,7 @@ typedef struct Trial {
 } Trial;
 
 /* An output, a weight, and the pixel that belongs to both, or would without the border. For a
-   pool, the weight stands for the position of the maximum; its channels are those of the output. */
+   pool, the weight stands for the position of the maximum; it has the output's channels. */
 static Trial draw_trial(const Case *c) {
     const Layer *l = &c->l;
     Trial t;

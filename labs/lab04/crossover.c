@@ -1,7 +1,7 @@
 /* crossover.c - lab 4: from which batch size on is a GPU faster than the CPU?
 
    Times the forward of two layers of the cifar network, its first convolution and its ReLU, on the
-   CPU (its best kernels) and on the GPU (--kernels naive, those of the lab) for batches of 1, 2,
+   CPU (its best kernels) and on the GPU (the lab's kernels, --kernels naive) for batches of 1, 2,
    4 ... 256 images: once with the images already on the GPU, once with the copies to it and back.
 
      build/crossover FILE.csv [LARGEST]     LARGEST: the largest batch; default 256

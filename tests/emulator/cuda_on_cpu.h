@@ -235,7 +235,7 @@ template <class A, class B> std::common_type_t<A, B> max(A a, B b) {
 const bool race_detector = IF_TSAN(true ||) false;
 const bool sanitized = IF_ASAN(true ||) race_detector;
 
-struct SourceLocation { // as a default argument, {}, that of the call
+struct SourceLocation { // as a default argument, {}: where the call stands
     const char *file;
     int line;
     SourceLocation(const char *file = __builtin_FILE(), int line = __builtin_LINE())
@@ -778,7 +778,7 @@ static std::atomic<size_t> threads_run; // of CUDA, in all launches: CUEMU_CLOCK
 
 /* The threads that run blocks on the other cores. A loop ends when its iterations are done; a
    helper that comes late, because another program has its core, finds none and sleeps on. While a
-   loop of one device uses the helpers, those of the others do without. */
+   loop of one device uses the helpers, loops of other devices do without. */
 class Helpers {
     std::mutex used, lock;
     std::condition_variable changed, over;

@@ -733,7 +733,7 @@ inline int nvtxRangePop() {
 
 /* ==== 5. Tensor cores, ldmatrix, cp.async =======================================================
 
-   What wrappers of inline PTX call here. The layouts are those of the PTX manual's chapters
+   What wrappers of inline PTX call here. The layouts are described in the PTX manual's chapters
    "Matrix fragments for mma.m16n8k16" and "m16n8k8", "ldmatrix" and "cp.async". */
 
 /* d[16][8] = a[16][k] b[k][8] + c. Lane 4*g + q holds rows g and g + 8 of a, and column g of b: of

@@ -11,7 +11,7 @@
    emulator seconds. OPTIONS select the kernels, such as --kernels tensor --precision bf16. One
    line of key=value for each network, then one for each kind of operation: its calls in a step,
    their total time, and GFLOP/s and GB/s over that time. FLOP are counted as in the summary of
-   ./cnn, bytes as in the comments of cnn_kernels.cu, those of a convolution once for each number.
+   ./cnn, bytes as in the comments of cnn_kernels.cu; a convolution's count once for each number.
 
    roofline_ms is the time that the step would take if each operation reached the limit that
    applies to it: FLOP at peak_gflops, or bytes at copy_gb_per_s. In fp32 peak_gflops is that of
@@ -469,7 +469,7 @@ static void bench(const char *nets, FILE *json) {
 int main(int argc, char **argv) {
     const char *nets = "mnist,64 cifar64,50 cifar64,250 resnet18,128 resnet50,256";
     const char *json = NULL, *reason;
-    word_count = given = 7; // those of the network come before
+    word_count = given = 7; // the network's words come before
     for (int i = 1; i < argc; i++) {
         bool more = i + 1 < argc;
         if (strcmp(argv[i], "--tiny") == 0)

@@ -1123,7 +1123,7 @@ static void run_conv_and_norm(const Kernels *k, const Task *t, void *const *a, r
     w.stats = a[1];
     w.weight = a[5];
     w.bias = a[5];
-    if (k == &naive_kernels) // whose scratch memory is that of the convolution
+    if (k == &naive_kernels) // which use the convolution's scratch memory
         w.scratch =
             must_alloc(k->scratch_size(&norm, &w.fused, t->n) * sizeof *w.scratch, "a test");
     k->layers[BATCHNORM2D].forward(w);

@@ -135,7 +135,7 @@ static void build_unplanned(Net *net, const Kernels *k, bool fused) {
 
 /* A gradient of every parameter, without what lies between the tensors. Where rows are not fused, a
    gradient of three readers or more may be summed in another order. The bound follows the largest
-   gradient of the row: that of a bias before a BatchNorm is 0 but for rounding. */
+   gradient of the row: a bias before a BatchNorm has a gradient of 0, but for rounding. */
 static void compare_gradients(const Net *got, const Net *want, bool rounds) {
     for (size_t i = 0; i < want->layer_count; i++) {
         const Layer *l = &want->layers[i];
