@@ -6417,13 +6417,21 @@ static void open_run_folder(Run *run) {
 
 // The logs of the run folder, to which a resumed run appends
 typedef enum { EPOCHS_LOG, STEPS_LOG } CsvLog;
+enum { ROW_SIZE = 1024 };
 static const char *const log_files[] = {[EPOCHS_LOG] = "epochs.csv", [STEPS_LOG] = "steps.csv"};
+
+// Reads a row of a log. Returns false at the end of the log, which is a row without an end if the run
+// was killed while it wrote.
+static bool read_row(char row[ROW_SIZE], FILE *csv, CsvLog kind) {
+    const char *line = fgets(row, ROW_SIZE, csv);
+    if (ferror(csv))
+        die_file("cannot read", log_files[kind]);
+    return line && strchr(line, '\n');
+}
 
 // Whether a resumed run keeps a row: one before the run's position
 static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
     size_t epoch = 0, step = 0;
-    if (!strchr(row, '\n'))
-        return false; // the run was killed while it wrote this row
     // In epochs.csv the second number is not a step, and is not used.
     sscanf(row, "%zu,%zu", &epoch, &step);
     if (kind == STEPS_LOG && epoch == run->epoch)
@@ -6433,18 +6441,13 @@ static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
 
 // How many bytes of a log a resumed run keeps: the header and the rows before its position
 static long length_kept(const Run *run, FILE *csv, CsvLog kind) {
-    char row[1024];
-    const char *header = fgets(row, sizeof row, csv);
-    if (!header || !strchr(header, '\n'))
-        return 0;
-    long kept = ftell(csv);
-    while (fgets(row, sizeof row, csv)) {
-        if (!keeps_row(run, row, kind))
-            return kept;
+    char row[ROW_SIZE];
+    long kept = 0;
+    bool keeps = read_row(row, csv, kind); // the header
+    while (keeps) {
         kept = ftell(csv);
+        keeps = read_row(row, csv, kind) && keeps_row(run, row, kind);
     }
-    if (ferror(csv))
-        die_file("cannot read", log_files[kind]);
     return kept;
 }
 

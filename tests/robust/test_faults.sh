@@ -112,6 +112,7 @@ if [ "$SECONDS_LONG" ]; then
     scenario replicas 1
 elif [ "${QUICK:-}" ]; then
     scenario straight 7
+    walk resumed read error 1 # the checkpoint, and the logs that it goes on with
 else
     scenario straight 5
     scenario resumed 5
