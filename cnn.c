@@ -1286,7 +1286,7 @@ static void *must_alloc(size_t bytes, const char *what) {
     return memory;
 }
 
-typedef enum { HOST, PINNED, DEVICE } MemoryKind;
+typedef enum { HOST_MEMORY, PINNED_MEMORY, DEVICE_MEMORY } MemoryKind;
 
 // What memory is for; the printed plan has a total for each
 typedef enum {
@@ -1337,24 +1337,24 @@ static void memory_plan_add(MemoryPlan *p, void *destination, size_t bytes, Memo
     if (p->count == MAX_ARENAS)
         die(1, "memory for %s: more than %d arenas; raise MAX_ARENAS in cnn.c", memory_uses[use],
             MAX_ARENAS);
-    if (where == PINNED && !p->device->is_gpu)
-        where = HOST; // there is no device that reads it
+    if (where == PINNED_MEMORY && !p->device->is_gpu)
+        where = HOST_MEMORY; // there is no device that reads it
     p->arenas[p->count] = (struct Arena){destination, bytes, where, use};
     p->count++;
 }
 
 static void *alloc_memory(const Device *d, MemoryKind where, size_t bytes) {
-    if (where == DEVICE)
+    if (where == DEVICE_MEMORY)
         return d->alloc(bytes);
-    if (where == PINNED)
+    if (where == PINNED_MEMORY)
         return d->pinned_alloc(bytes);
     return zeroed_alloc(bytes);
 }
 
 static void release_memory(const Device *d, MemoryKind where, void *memory) {
-    if (where == DEVICE)
+    if (where == DEVICE_MEMORY)
         d->release(memory);
-    else if (where == PINNED)
+    else if (where == PINNED_MEMORY)
         d->pinned_release(memory);
     else
         free(memory);
@@ -2158,27 +2158,28 @@ static void plan_net_arenas(Net *net) {
     const size_t max_images = max_size(net->max_batch, net->max_test_batch);
     MemoryPlan *p = &net->plan;
     p->device = net->device;
-    memory_plan_add(p, &net->params, size * net->param_size, DEVICE, FOR_PARAMETERS);
-    memory_plan_add(p, &net->grads, size * net->param_size, DEVICE, FOR_GRADIENTS);
+    memory_plan_add(p, &net->params, size * net->param_size, DEVICE_MEMORY, FOR_PARAMETERS);
+    memory_plan_add(p, &net->grads, size * net->param_size, DEVICE_MEMORY, FOR_GRADIENTS);
     if (has_params16(net))
-        memory_plan_add(p, &net->params16, 2 * net->param_size, DEVICE, FOR_PARAMETERS);
-    memory_plan_add(p, &net->activations, net->activation_bytes, DEVICE, FOR_ACTIVATIONS);
-    memory_plan_add(p, &net->dactivations, net->dactivation_bytes, DEVICE, FOR_DACTIVATIONS);
-    memory_plan_add(p, &net->stats, size * net->stats_size, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->saved, net->saved_bytes, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->losses, 2 * size * max_images, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->labels, max_images, DEVICE, FOR_STATISTICS);
+        memory_plan_add(p, &net->params16, 2 * net->param_size, DEVICE_MEMORY, FOR_PARAMETERS);
+    memory_plan_add(p, &net->activations, net->activation_bytes, DEVICE_MEMORY, FOR_ACTIVATIONS);
+    memory_plan_add(p, &net->dactivations, net->dactivation_bytes, DEVICE_MEMORY, FOR_DACTIVATIONS);
+    memory_plan_add(p, &net->stats, size * net->stats_size, DEVICE_MEMORY, FOR_STATISTICS);
+    memory_plan_add(p, &net->saved, net->saved_bytes, DEVICE_MEMORY, FOR_STATISTICS);
+    memory_plan_add(p, &net->losses, 2 * size * max_images, DEVICE_MEMORY, FOR_STATISTICS);
+    memory_plan_add(p, &net->labels, max_images, DEVICE_MEMORY, FOR_STATISTICS);
     if (net->device->is_gpu)
-        memory_plan_add(p, &net->loss_scale, sizeof *net->loss_scale, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->step, sizeof *net->step, DEVICE, FOR_STATISTICS);
-    memory_plan_add(p, &net->moments, size * net->moments_size, DEVICE, FOR_SCRATCH);
-    memory_plan_add(p, &net->scratch, size * net->scratch_size, DEVICE, FOR_SCRATCH);
+        memory_plan_add(p, &net->loss_scale, sizeof *net->loss_scale, DEVICE_MEMORY,
+                        FOR_STATISTICS);
+    memory_plan_add(p, &net->step, sizeof *net->step, DEVICE_MEMORY, FOR_STATISTICS);
+    memory_plan_add(p, &net->moments, size * net->moments_size, DEVICE_MEMORY, FOR_SCRATCH);
+    memory_plan_add(p, &net->scratch, size * net->scratch_size, DEVICE_MEMORY, FOR_SCRATCH);
     if (net->settings->layout == NCHW)
         memory_plan_add(p, &net->transposed, net->transposed_size * net->kernels->element_bytes,
-                        DEVICE, FOR_SCRATCH);
-    memory_plan_add(p, &net->staging[0], size * net->staging_size, PINNED, FOR_BUFFERS);
-    memory_plan_add(p, &net->staging[1], size * net->staging_size, HOST, FOR_BUFFERS);
-    memory_plan_add(p, &net->prepared, net->prepared_bytes, HOST, FOR_BUFFERS);
+                        DEVICE_MEMORY, FOR_SCRATCH);
+    memory_plan_add(p, &net->staging[0], size * net->staging_size, PINNED_MEMORY, FOR_BUFFERS);
+    memory_plan_add(p, &net->staging[1], size * net->staging_size, HOST_MEMORY, FOR_BUFFERS);
+    memory_plan_add(p, &net->prepared, net->prepared_bytes, HOST_MEMORY, FOR_BUFFERS);
 }
 
 // The shape of what a row's kernels write: the max-pool's, if one is fused
@@ -3909,21 +3910,23 @@ static void loader_plan(Loader *loader, const Dataset *data, size_t batch_size, 
     if (!consumer.resident)
         loader->slot_size = align_up(batch_size * shape_size(loader->shape)) + ALIGN;
     const size_t bytes = loader->slots * loader->slot_size * sizeof(real);
-    const MemoryKind where = consumer.pinned ? PINNED : HOST;
+    const MemoryKind where = consumer.pinned ? PINNED_MEMORY : HOST_MEMORY;
     memory_plan_add(&loader->plan, &loader->images, bytes, where, FOR_LOADER);
     memory_plan_add(&loader->plan, &loader->labels, loader->slots * batch_size, where, FOR_LOADER);
-    memory_plan_add(&loader->plan, &loader->order, order_bytes, HOST, FOR_LOADER);
+    memory_plan_add(&loader->plan, &loader->order, order_bytes, HOST_MEMORY, FOR_LOADER);
     if (consumer.resident) {
         memory_plan_add(&loader->plan, &loader->resident.images, data->count * shape_size(shape),
-                        DEVICE, FOR_DATA);
-        memory_plan_add(&loader->plan, &loader->resident.labels, data->count, DEVICE, FOR_DATA);
+                        DEVICE_MEMORY, FOR_DATA);
+        memory_plan_add(&loader->plan, &loader->resident.labels, data->count, DEVICE_MEMORY,
+                        FOR_DATA);
         memory_plan_add(&loader->plan, &loader->resident.normalised, sizeof loader->normalised,
-                        DEVICE, FOR_DATA);
-        memory_plan_add(&loader->plan, &loader->resident.order, order_bytes, DEVICE, FOR_DATA);
+                        DEVICE_MEMORY, FOR_DATA);
+        memory_plan_add(&loader->plan, &loader->resident.order, order_bytes, DEVICE_MEMORY,
+                        FOR_DATA);
     } else if (consumer.device->is_gpu) {
-        memory_plan_add(&loader->plan, &loader->device_images, bytes, DEVICE, FOR_LOADER);
-        memory_plan_add(&loader->plan, &loader->device_labels, loader->slots * batch_size, DEVICE,
-                        FOR_LOADER);
+        memory_plan_add(&loader->plan, &loader->device_images, bytes, DEVICE_MEMORY, FOR_LOADER);
+        memory_plan_add(&loader->plan, &loader->device_labels, loader->slots * batch_size,
+                        DEVICE_MEMORY, FOR_LOADER);
     }
 }
 
@@ -4664,10 +4667,12 @@ static void require_equal_on_ranks(Communicator *c, const char *what, uint64_t h
 static void plan_master(Communicator *c, size_t images) {
     const size_t output_bytes = images * c->net->classes * sizeof(real);
     Team *t = c->team;
-    memory_plan_add(&c->plan, &t->logp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->dlogp, output_bytes, DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->losses, 2 * images * sizeof(real), DEVICE, FOR_COMMUNICATION);
-    memory_plan_add(&c->plan, &t->host_losses, 2 * images * sizeof(real), HOST, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->logp, output_bytes, DEVICE_MEMORY, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->dlogp, output_bytes, DEVICE_MEMORY, FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->losses, 2 * images * sizeof(real), DEVICE_MEMORY,
+                    FOR_COMMUNICATION);
+    memory_plan_add(&c->plan, &t->host_losses, 2 * images * sizeof(real), HOST_MEMORY,
+                    FOR_COMMUNICATION);
 }
 
 // Plans the memory of communication; rank, world, settings and team must be set.
@@ -4680,14 +4685,14 @@ static void comm_plan(Communicator *c, Net *net, Loader *loader) {
     c->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     if (c->world > 1 && gpu)
-        memory_plan_add(&c->plan, &c->buffer, bytes, DEVICE, FOR_COMMUNICATION);
+        memory_plan_add(&c->plan, &c->buffer, bytes, DEVICE_MEMORY, FOR_COMMUNICATION);
     if (c->dp && gpu)
         memory_plan_add(&c->plan, &c->received_images,
-                        net->max_batch * shape_size(net->layers[0].out) * sizeof(real), DEVICE,
-                        FOR_COMMUNICATION);
+                        net->max_batch * shape_size(net->layers[0].out) * sizeof(real),
+                        DEVICE_MEMORY, FOR_COMMUNICATION);
     if (c->world > 1 && !c->team) {
-        memory_plan_add(&c->plan, &c->send_buffer, bytes, PINNED, FOR_COMMUNICATION);
-        memory_plan_add(&c->plan, &c->receive_buffer, bytes, PINNED, FOR_COMMUNICATION);
+        memory_plan_add(&c->plan, &c->send_buffer, bytes, PINNED_MEMORY, FOR_COMMUNICATION);
+        memory_plan_add(&c->plan, &c->receive_buffer, bytes, PINNED_MEMORY, FOR_COMMUNICATION);
     }
     if (c->dp && c->rank == 0)
         plan_master(c, loader->batch_size);
@@ -5269,10 +5274,10 @@ static uint64_t hash_weights(Net *net) {
 // number of its word.
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
-// Whether a resumed run may have a different value for an option. It may not if the value is FIXED,
-// since it changes the result: checkpoints hold it, and --resume compares it. (--batch-size is
-// FREE, since --global-batch is compared.)
-typedef enum { FREE, FIXED } ResumeRule;
+// Whether a resumed run may have a different value for an option. A value that changes the result
+// must match: checkpoints hold it, and --resume compares it. (--batch-size may change, since
+// --global-batch is compared.)
+typedef enum { MAY_CHANGE, MUST_MATCH } ResumeRule;
 
 typedef struct Option {
     const char *name;
@@ -5299,117 +5304,121 @@ static char model_names[1024]; // the words of --model, listed from models[]
 // (the limits exclude 0). Setting up (section 14) then determines it as the help text says.
 // clang-format off
 static const Option options[] = {
-    {"--model", AS_NAME(model, model_names), "mnist", FIXED,
+    {"--model", AS_NAME(model, model_names), "mnist", MUST_MATCH,
      "the network; each has its own defaults, listed below"},
-    {"--width", AS_COUNT(width, "N", 1, 1024), "6", FIXED,
+    {"--width", AS_COUNT(width, "N", 1, 1024), "6", MUST_MATCH,
      "cifar: channels of conv1; 64 makes the wide variant"},
-    {"--stem", AS_CHOICE(stem, "3|7|imagenet"), "3", FIXED,
+    {"--stem", AS_CHOICE(stem, "3|7|imagenet"), "3", MUST_MATCH,
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
     {"--dataset", AS_NAME(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"),
-     "auto", FIXED,
+     "auto", MUST_MATCH,
      "the images; auto: the first data set that is found, else synthetic images"},
-    {"--data", AS_TEXT(data, "DIR"), "", FREE,
+    {"--data", AS_TEXT(data, "DIR"), "", MAY_CHANGE,
      "look for the data files in DIR and DIR/DATASET only"},
-    {"--limit-train", AS_COUNT(limit_train, "N", 1, UINT32_MAX), NULL, FIXED,
+    {"--limit-train", AS_COUNT(limit_train, "N", 1, UINT32_MAX), NULL, MUST_MATCH,
      "train on the first N images only (default: all)"},
-    {"--limit-test", AS_COUNT(limit_test, "N", 1, UINT32_MAX), NULL, FREE,
+    {"--limit-test", AS_COUNT(limit_test, "N", 1, UINT32_MAX), NULL, MAY_CHANGE,
      "test on the first N images only (default: all)"},
-    {"--augment", AS_CHOICE(augment, "none|crop-flip|elastic"), "none", FIXED,
+    {"--augment", AS_CHOICE(augment, "none|crop-flip|elastic"), "none", MUST_MATCH,
      "how the training images vary from epoch to epoch"},
-    {"--resize", AS_COUNT(resize, "N", 0, 1024), "0", FIXED,
+    {"--resize", AS_COUNT(resize, "N", 0, 1024), "0", MUST_MATCH,
      "enlarge images to N x N pixels, a multiple of their size; 0: leave them as they are"},
-    {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", FREE,
+    {"--batch-size", AS_COUNT(batch_size, "N", 1, 65536), "64", MAY_CHANGE,
      "images per training step and device; with dp, of all devices"},
-    {"--test-batch-size", AS_COUNT(test_batch_size, "N", 1, 65536), NULL, FREE,
+    {"--test-batch-size", AS_COUNT(test_batch_size, "N", 1, 65536), NULL, MAY_CHANGE,
      "images tested at a time (default: 1000 for mnist and lenet, else the training batch)"},
-    {"--epochs", AS_COUNT(epochs, "N", 1, 100000), "14", FREE, "passes over the training set"},
-    {"--max-steps", AS_COUNT(max_steps, "N", 0, UINT32_MAX), "0", FREE,
+    {"--epochs", AS_COUNT(epochs, "N", 1, 100000), "14", MAY_CHANGE,
+     "passes over the training set"},
+    {"--max-steps", AS_COUNT(max_steps, "N", 0, UINT32_MAX), "0", MAY_CHANGE,
      "end training after N steps in total; 0: after --epochs"},
-    {"--optimizer", AS_CHOICE(optimizer, "adadelta|sgd"), "adadelta", FIXED,
+    {"--optimizer", AS_CHOICE(optimizer, "adadelta|sgd"), "adadelta", MUST_MATCH,
      "how the weights are updated"},
-    {"--lr", AS_NUMBER(lr, "LR", 1e-12, 1e6), NULL, FIXED,
+    {"--lr", AS_NUMBER(lr, "LR", 1e-12, 1e6), NULL, MUST_MATCH,
      "learning rate (default: adadelta 1; sgd .01)"},
-    {"--momentum", AS_NUMBER(momentum, "M", 0, 0.999999), "0", FIXED, "sgd: momentum"},
-    {"--nesterov", AS_SWITCH(nesterov), "off", FIXED, "sgd: Nesterov's momentum"},
-    {"--weight-decay", AS_NUMBER(weight_decay, "W", 0, 1e3), "0", FIXED,
+    {"--momentum", AS_NUMBER(momentum, "M", 0, 0.999999), "0", MUST_MATCH, "sgd: momentum"},
+    {"--nesterov", AS_SWITCH(nesterov), "off", MUST_MATCH, "sgd: Nesterov's momentum"},
+    {"--weight-decay", AS_NUMBER(weight_decay, "W", 0, 1e3), "0", MUST_MATCH,
      "add W * weight to each gradient"},
-    {"--label-smoothing", AS_NUMBER(label_smoothing, "E", 0, 0.999999), "0", FIXED,
+    {"--label-smoothing", AS_NUMBER(label_smoothing, "E", 0, 0.999999), "0", MUST_MATCH,
      "fraction of the target probability that is spread evenly over all classes"},
-    {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", FIXED,
+    {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", MUST_MATCH,
      "how the learning rate changes from epoch to epoch"},
-    {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", FIXED,
+    {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", MUST_MATCH,
      "step: the factor by which the rate is multiplied every --step-size epochs"},
-    {"--step-size", AS_COUNT(step_size, "N", 1, 100000), "1", FIXED,
+    {"--step-size", AS_COUNT(step_size, "N", 1, 100000), "1", MUST_MATCH,
      "step: the number of epochs between multiplications by --gamma"},
-    {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", FIXED,
+    {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", MUST_MATCH,
      "the number of epochs at the start during which the rate grows linearly to --lr"},
-    {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", FIXED,
+    {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", MUST_MATCH,
      "multiply --lr by batch size / the model's default batch size, or by the square root of that"},
-    {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", FIXED,
+    {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", MUST_MATCH,
      "determines all random numbers; the same seed gives the same run"},
-    {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", FREE,
+    {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", MAY_CHANGE,
      "steps between log lines"},
-    {"--workers", AS_COUNT(workers, "N", 1, MAX_WORKERS), NULL, FREE,
+    {"--workers", AS_COUNT(workers, "N", 1, MAX_WORKERS), NULL, MAY_CHANGE,
      "loader threads of each device (default: SLURM_CPUS_PER_TASK divided among them, else 1)"},
-    {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, FREE,
+    {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, MAY_CHANGE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
-    {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, FIXED,
+    {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, MUST_MATCH,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, FIXED,
+    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, MUST_MATCH,
      "GPU: all but fp32 use tensor cores (default: fp32; with --kernels tensor: tf32)"},
-    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", FIXED,
+    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", MUST_MATCH,
      "GPU: nchw transposes around each convolution, to see what it costs"},
-    {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", FREE,
+    {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", MAY_CHANGE,
      "fused: one update of all parameters; per-tensor: one for each tensor, for comparison"},
-    {"--zero-grad", AS_CHOICE(zero_grad, "none|memset"), "none", FREE,
+    {"--zero-grad", AS_CHOICE(zero_grad, "none|memset"), "none", MAY_CHANGE,
      "memset: clear the gradients before backward, as frameworks once did, for comparison"},
-    {"--graph", AS_SWITCH(graph), "off", FREE, "GPU: launch each step as one CUDA graph"},
-    {"--autotune", AS_SWITCH(autotune), "off", FREE,
+    {"--graph", AS_SWITCH(graph), "off", MAY_CHANGE, "GPU: launch each step as one CUDA graph"},
+    {"--autotune", AS_SWITCH(autotune), "off", MAY_CHANGE,
      "GPU: time tile sizes in the first step and keep the fastest; the results are the same"},
-    {"--resident", AS_SWITCH(resident), "on", FREE,
+    {"--resident", AS_SWITCH(resident), "on", MAY_CHANGE,
      "GPU: keep the data set in its memory, if it fits"},
-    {"--pin-memory", AS_SWITCH(pin_memory), "on", FREE,
+    {"--pin-memory", AS_SWITCH(pin_memory), "on", MAY_CHANGE,
      "GPU, --resident off: copy from pinned memory"},
-    {"--gpus", AS_COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, FREE,
+    {"--gpus", AS_COUNT(gpus, "N", 1, MAX_REPLICAS), NULL, MAY_CHANGE,
      "train on N GPUs of this machine (default: 1 if there is one, else the CPU)"},
-    {"--replicas", AS_COUNT(replicas, "N", 1, MAX_REPLICAS), "1", FREE,
+    {"--replicas", AS_COUNT(replicas, "N", 1, MAX_REPLICAS), "1", MAY_CHANGE,
      "train N copies of the network on the CPU, which share the --threads"},
-    {"--oversubscribe", AS_SWITCH(oversubscribe), "off", FREE,
+    {"--oversubscribe", AS_SWITCH(oversubscribe), "off", MAY_CHANGE,
      "allow several ranks on one GPU or core, for experiments"},
-    {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", FIXED,
+    {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", MUST_MATCH,
      "ddp: each device loads a batch of its own, gradients are all-reduced; dp: one loads for all"},
-    {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, FIXED,
+    {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, MUST_MATCH,
      "images of a step on all devices together, instead of --batch-size"},
-    {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", FIXED,
+    {"--bucket-mb", AS_NUMBER(bucket_mb, "MB", 0.001, 10000), "25", MUST_MATCH,
      "ddp: size of the pieces in which gradients are all-reduced"},
-    {"--overlap", AS_SWITCH(overlap), "on", FREE, "ddp: all-reduce during backward; off: after it"},
-    {"--timeout", AS_NUMBER(timeout, "S", 1, 1e6), "300", FREE,
+    {"--overlap", AS_SWITCH(overlap), "on", MAY_CHANGE,
+     "ddp: all-reduce during backward; off: after it"},
+    {"--timeout", AS_NUMBER(timeout, "S", 1, 1e6), "300", MAY_CHANGE,
      "seconds to wait for another device"},
-    {"--out", AS_TEXT(out, "DIR"), "", FREE,
+    {"--out", AS_TEXT(out, "DIR"), "", MAY_CHANGE,
      "write run.json and tables of steps, epochs and images to DIR"},
-    {"--quiet", AS_SWITCH(quiet), "off", FREE,
+    {"--quiet", AS_SWITCH(quiet), "off", MAY_CHANGE,
      "print only one line per epoch and what other options ask for"},
-    {"--per-class", AS_SWITCH(per_class), "off", FREE,
+    {"--per-class", AS_SWITCH(per_class), "off", MAY_CHANGE,
      "print the accuracy of each class at the end"},
-    {"--profile", AS_SWITCH(profile), "off", FREE, "print the time that each line of train() took"},
-    {"--layers", AS_SWITCH(layers), "off", FREE,
+    {"--profile", AS_SWITCH(profile), "off", MAY_CHANGE,
+     "print the time that each line of train() took"},
+    {"--layers", AS_SWITCH(layers), "off", MAY_CHANGE,
      "measure each layer and compare it with this machine's limits"},
-    {"--trace", AS_TEXT(trace, "FILE"), "", FREE,
+    {"--trace", AS_TEXT(trace, "FILE"), "", MAY_CHANGE,
      "write a timeline for chrome://tracing and Perfetto"},
-    {"--trace-steps", AS_TEXT(trace_steps, "A:B"), "0:50", FREE,
+    {"--trace-steps", AS_TEXT(trace_steps, "A:B"), "0:50", MAY_CHANGE,
      "which steps --trace and Nsight record: A to B - 1, counted from 0"},
-    {"--save-model", AS_SWITCH(save_model), "off", FREE,
+    {"--save-model", AS_SWITCH(save_model), "off", MAY_CHANGE,
      "write the weights as MODEL_cnn.safetensors, or model.safetensors in --out"},
-    {"--checkpoint", AS_TEXT(checkpoint, "FILE"), "", FREE,
+    {"--checkpoint", AS_TEXT(checkpoint, "FILE"), "", MAY_CHANGE,
      "write weights, optimizer and position to FILE"},
-    {"--save-every", AS_TEXT(save_every, "N|Nsteps"), "1", FREE,
+    {"--save-every", AS_TEXT(save_every, "N|Nsteps"), "1", MAY_CHANGE,
      "how often --checkpoint is written: every N epochs or steps"},
-    {"--resume", AS_SWITCH(resume), "off", FREE, "continue from --checkpoint, if it exists"},
-    {"--load", AS_TEXT(load, "FILE"), "", FREE, "start from the weights in a safetensors file"},
-    {"--eval", AS_SWITCH(eval), "off", FREE, "test only"},
-    {"--dry-run", AS_SWITCH(dry_run), "off", FREE,
+    {"--resume", AS_SWITCH(resume), "off", MAY_CHANGE, "continue from --checkpoint, if it exists"},
+    {"--load", AS_TEXT(load, "FILE"), "", MAY_CHANGE,
+     "start from the weights in a safetensors file"},
+    {"--eval", AS_SWITCH(eval), "off", MAY_CHANGE, "test only"},
+    {"--dry-run", AS_SWITCH(dry_run), "off", MAY_CHANGE,
      "one epoch of one training batch, then the test"},
-    {"--no-cuda", AS_SWITCH(no_cuda), "off", FREE,
+    {"--no-cuda", AS_SWITCH(no_cuda), "off", MAY_CHANGE,
      "use the CPU even if there is a GPU; also called --no-accel"},
 };
 // clang-format on
@@ -6420,8 +6429,8 @@ typedef enum { EPOCHS_LOG, STEPS_LOG } CsvLog;
 enum { ROW_SIZE = 1024 };
 static const char *const log_files[] = {[EPOCHS_LOG] = "epochs.csv", [STEPS_LOG] = "steps.csv"};
 
-// Reads a row of a log. Returns false at the end of the log, which is a row without an end if the run
-// was killed while it wrote.
+// Reads a row of a log. Returns false at the end of the log, or at a row without an end, which the
+// run was writing when it was killed.
 static bool read_row(char row[ROW_SIZE], FILE *csv, CsvLog kind) {
     const char *line = fgets(row, ROW_SIZE, csv);
     if (ferror(csv))
@@ -7192,7 +7201,7 @@ static void run_metadata(const Run *run, char metadata[METADATA_SIZE]) {
             run->comm.world);
     char text[OPTION_TEXT_SIZE];
     for (const Option *o = options; o < options + OPTIONS; o++)
-        if (o->on_resume == FIXED)
+        if (o->on_resume == MUST_MATCH)
             fprintf(m, "%s=%s\n", o->name + strlen("--"), option_text(text, &run->settings, o));
     if (run->kernels->precision == FP16)
         fprintf(m, "loss_scale=%.9g,%u\n", (double)run->loss_scale.scale, run->loss_scale.steps);
@@ -7747,7 +7756,7 @@ static double plan_bytes(const MemoryPlan *p, MemoryUse use, bool on_device) {
     double bytes = 0;
     for (size_t i = 0; i < p->count; i++) {
         const bool wanted = use == FOR_ANYTHING || use == p->arenas[i].use;
-        if (wanted && (!on_device || p->arenas[i].where == DEVICE))
+        if (wanted && (!on_device || p->arenas[i].where == DEVICE_MEMORY))
             bytes += (double)p->arenas[i].bytes;
     }
     return bytes;
@@ -7806,18 +7815,22 @@ static void plan_buffers(Run *run) {
     const size_t states = count_states(&optimizers[s->optimizer], s) * run->net.param_size;
     *p = (MemoryPlan){.device = run->device};
     memory_plan_add(p, &run->evaluation.totals,
-                    (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST, FOR_BUFFERS);
-    memory_plan_add(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST,
+                    (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST_MEMORY,
                     FOR_BUFFERS);
-    memory_plan_add(p, &run->optimizer_state, states * sizeof(real), DEVICE, FOR_OPTIMIZER);
+    memory_plan_add(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST_MEMORY,
+                    FOR_BUFFERS);
+    memory_plan_add(p, &run->optimizer_state, states * sizeof(real), DEVICE_MEMORY, FOR_OPTIMIZER);
     if (s->layers) {
         memory_plan_add(p, &run->bandwidth_arrays[0],
-                        BANDWIDTH_NUMBERS * run->kernels->element_bytes, DEVICE, FOR_BUFFERS);
+                        BANDWIDTH_NUMBERS * run->kernels->element_bytes, DEVICE_MEMORY,
+                        FOR_BUFFERS);
         memory_plan_add(p, &run->bandwidth_arrays[1],
-                        BANDWIDTH_NUMBERS * run->kernels->element_bytes, DEVICE, FOR_BUFFERS);
+                        BANDWIDTH_NUMBERS * run->kernels->element_bytes, DEVICE_MEMORY,
+                        FOR_BUFFERS);
     }
     if (*s->trace && run->comm.replica == 0)
-        memory_plan_add(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST, FOR_BUFFERS);
+        memory_plan_add(p, &trace.events, TRACE_EVENTS * sizeof *trace.events, HOST_MEMORY,
+                        FOR_BUFFERS);
 }
 
 // Sets how many images and steps an epoch has for this rank.

@@ -39,7 +39,7 @@ static const Batch *setup_bench(Run *run) {
     run->plan.device = &cpu_device;
     memory_plan_add(&run->plan, &run->optimizer_state,
                     count_states(&optimizers[s->optimizer], s) * run->net.param_size * sizeof(real),
-                    DEVICE, FOR_OPTIMIZER);
+                    DEVICE_MEMORY, FOR_OPTIMIZER);
     memory_plan_alloc(&run->plan);
     loader_plan(&run->train_loader, &run->train_set, s->batch_size, 1, AUGMENT_NONE, on_cpu);
     loader_init(&run->train_loader);

@@ -61,7 +61,7 @@ static void setup_parity(Run *run, char **argv) {
     run->plan.device = net->device;
     memory_plan_add(&run->plan, &run->optimizer_state,
                     count_states(&optimizers[s->optimizer], s) * net->param_size * sizeof(real),
-                    DEVICE, FOR_OPTIMIZER);
+                    DEVICE_MEMORY, FOR_OPTIMIZER);
     memory_plan_alloc(&run->plan);
 }
 
