@@ -1522,12 +1522,11 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
     *line = 0;
     if (!f)
         return;
-    while (fgets(next, sizeof next, f)) {
-        if (strncmp(next, prefix, strlen(prefix)) == 0) {
-            strcpy(line, next);
-            break;
-        }
-    }
+    const char *found = fgets(next, sizeof next, f);
+    while (found && strncmp(found, prefix, strlen(prefix)) != 0)
+        found = fgets(next, sizeof next, f);
+    if (found)
+        strcpy(line, found);
     fclose(f);
     line[strcspn(line, "\n")] = 0;
 }
@@ -4101,7 +4100,6 @@ typedef struct Team {
     const Batch *batch;
     real *logp, *dlogp;
     real *losses, *host_losses;
-    double loss; // the mean
 } Team;
 
 // What a rank needs to communicate with the others
@@ -4117,8 +4115,7 @@ typedef struct Communicator {
     Net *net;
     Loader *loader;
     const void *published;              // what other ranks may read after a barrier
-    void *buffer;                       // on the device, for what is received
-    real *received_images;              // dp on a GPU: this rank's images, as the loader made them
+    real *buffer;                       // on a GPU, for what is received
     void *send_buffer, *receive_buffer; // MPI: in host memory
     Batch batch; // dp: this rank's images of the master's batch, with the labels of all
     // For ddp: the thread that adds up gradients during backward
@@ -4490,10 +4487,6 @@ static void dp_copy(Communicator *c, real *to, const real *from, size_t count) {
     dp_receive(c, to, from, count, false);
 }
 
-static void dp_add(Communicator *c, real *to, const real *from, size_t count) {
-    dp_receive(c, to, from, count, true);
-}
-
 // A rank's share of the master's batch. If the batch is small, the last ranks have no images.
 static Range dp_share(const Communicator *c, size_t rank) {
     const size_t n = c->team->batch->n;
@@ -4523,9 +4516,9 @@ static void dp_load(Communicator *c, double lr) {
     const Shape image_shape = net->layers[0].out;
     net->device->set_step(net->step, (StepInputs){c->batch.key, lr});
     const size_t count = c->batch.n * shape_size(image_shape);
-    if (c->received_images) {
-        dp_copy(c, c->received_images, c->batch.device_images, count);
-        net->kernels->load_images(output(net, 0), c->received_images, c->batch.n, image_shape,
+    if (net->device->is_gpu) {
+        dp_copy(c, c->buffer, c->batch.device_images, count);
+        net->kernels->load_images(output(net, 0), c->buffer, c->batch.n, image_shape,
                                   net->settings->layout == NCHW);
     } else {
         dp_copy(c, output(net, 0), c->batch.device_images, count);
@@ -4544,7 +4537,6 @@ static void master_loss(Communicator *c) {
     net->kernels->nll_loss(t->losses, t->losses + n, t->dlogp, t->logp, t->batch->device_labels, n,
                            n, net->classes, c->settings->label_smoothing, net->loss_scale);
     net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
-    t->loss = average_losses(t->host_losses, n).mean;
 }
 
 // Gathers the outputs of all ranks on the master, which computes the loss, and fetches this rank's
@@ -4564,14 +4556,15 @@ static BatchLoss dp_loss(Communicator *c) {
         master_loss(c);
     team_barrier(c);
     dp_copy(c, doutput(net, last_row(net)), t->dlogp + first_output, output_count);
-    return (BatchLoss){t->loss, sum_of(correct, images.count)};
+    return (BatchLoss){average_losses(t->host_losses, t->batch->n).mean,
+                       sum_of(correct, images.count)};
 }
 
 // The master adds up the gradients of the ranks that had an image.
 static void add_gradients(Communicator *c) {
     for (size_t r = 1; r < c->world; r++)
         if (dp_share(c, r).count > 0)
-            dp_add(c, c->net->grads, c->team->comms[r]->net->grads, c->net->param_size);
+            dp_receive(c, c->net->grads, c->team->comms[r]->net->grads, c->net->param_size, true);
 }
 
 static void dp_reduce(Communicator *c) {
@@ -4635,8 +4628,7 @@ static void broadcast_for_test(Communicator *c) {
     if (c->dp)
         broadcast(c, net->params, net->param_size);
     refresh_params16(net);
-    c->seconds = 0; // this did not belong to a step
-    c->bytes_sent = 0;
+    c->bytes_sent = 0; // this did not belong to a step
 }
 
 // sums[i] = its sum over all ranks, in the order of ranks. `all` is a buffer for all ranks' sums.
@@ -4678,7 +4670,10 @@ static void plan_master(Communicator *c, size_t images) {
 // Plans the memory of communication; rank, world, settings and team must be set.
 static void comm_plan(Communicator *c, Net *net, Loader *loader) {
     const bool gpu = net->device->is_gpu;
-    const size_t bytes = max_size(net->param_size, net->stats_size) * sizeof(real) + GATHER_CHUNK;
+    size_t numbers = max_size(net->param_size, net->stats_size);
+    if (c->dp)
+        numbers = max_size(numbers, net->max_batch * shape_size(net->layers[0].out));
+    const size_t bytes = numbers * sizeof(real) + GATHER_CHUNK;
     c->net = net;
     c->loader = loader;
     c->plan = (MemoryPlan){.device = net->device};
@@ -4686,10 +4681,6 @@ static void comm_plan(Communicator *c, Net *net, Loader *loader) {
     c->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     if (c->world > 1 && gpu)
         memory_plan_add(&c->plan, &c->buffer, bytes, DEVICE_MEMORY, FOR_COMMUNICATION);
-    if (c->dp && gpu)
-        memory_plan_add(&c->plan, &c->received_images,
-                        net->max_batch * shape_size(net->layers[0].out) * sizeof(real),
-                        DEVICE_MEMORY, FOR_COMMUNICATION);
     if (c->world > 1 && !c->team) {
         memory_plan_add(&c->plan, &c->send_buffer, bytes, PINNED_MEMORY, FOR_COMMUNICATION);
         memory_plan_add(&c->plan, &c->receive_buffer, bytes, PINNED_MEMORY, FOR_COMMUNICATION);
@@ -5283,22 +5274,26 @@ typedef struct Option {
     const char *name;
     OptionKind kind;
     size_t offset;             // of the field in Settings
-    const char *values;        // the words, "a|b|c", or what --help shows for the value
+    const char *const *values; // the words, up to a NULL, or what --help shows for the value
     double min, max;           // of a COUNT or a NUMBER
     const char *default_value; // the default, or NULL
     ResumeRule on_resume;
     const char *help;
 } Option;
 
-static char model_names[1024]; // the words of --model, listed from models[]
+static const char *model_names[LENGTH(models) + 1]; // listed from models[], up to a NULL
 
 // The kind of an option, the offset of its field, the values that --help shows, and their limits
-#define AS_SWITCH(field) SWITCH, offsetof(Settings, field), "on|off", 0, 0
-#define AS_COUNT(field, values, min, max) COUNT, offsetof(Settings, field), values, min, max
-#define AS_NUMBER(field, values, min, max) NUMBER, offsetof(Settings, field), values, min, max
-#define AS_CHOICE(field, values) CHOICE, offsetof(Settings, field), values, 0, 0
+#define WORDS(...)          \
+    (const char *const[]) { \
+        __VA_ARGS__, NULL   \
+    }
+#define AS_SWITCH(field) SWITCH, offsetof(Settings, field), WORDS("on", "off"), 0, 0
+#define AS_COUNT(field, value, min, max) COUNT, offsetof(Settings, field), WORDS(value), min, max
+#define AS_NUMBER(field, value, min, max) NUMBER, offsetof(Settings, field), WORDS(value), min, max
+#define AS_CHOICE(field, ...) CHOICE, offsetof(Settings, field), WORDS(__VA_ARGS__), 0, 0
 #define AS_NAME(field, values) NAME, offsetof(Settings, field), values, 0, 0
-#define AS_TEXT(field, values) TEXT, offsetof(Settings, field), values, 0, 0
+#define AS_TEXT(field, value) TEXT, offsetof(Settings, field), WORDS(value), 0, 0
 
 // An option without a default stays 0, or NOT_CHOSEN, unless the user or the model gives a value
 // (the limits exclude 0). Setting up (section 14) then determines it as the help text says.
@@ -5308,9 +5303,10 @@ static const Option options[] = {
      "the network; each has its own defaults, listed below"},
     {"--width", AS_COUNT(width, "N", 1, 1024), "6", MUST_MATCH,
      "cifar: channels of conv1; 64 makes the wide variant"},
-    {"--stem", AS_CHOICE(stem, "3|7|imagenet"), "3", MUST_MATCH,
+    {"--stem", AS_CHOICE(stem, "3", "7", "imagenet"), "3", MUST_MATCH,
      "ResNets: first convolution 3x3, 7x7, or 7x7 stride 2 and max-pool"},
-    {"--dataset", AS_NAME(dataset, "auto|mnist|fashion-mnist|cifar10|cifar100|synthetic"),
+    {"--dataset",
+     AS_NAME(dataset, WORDS("auto", "mnist", "fashion-mnist", "cifar10", "cifar100", "synthetic")),
      "auto", MUST_MATCH,
      "the images; auto: the first data set that is found, else synthetic images"},
     {"--data", AS_TEXT(data, "DIR"), "", MAY_CHANGE,
@@ -5319,7 +5315,7 @@ static const Option options[] = {
      "train on the first N images only (default: all)"},
     {"--limit-test", AS_COUNT(limit_test, "N", 1, UINT32_MAX), NULL, MAY_CHANGE,
      "test on the first N images only (default: all)"},
-    {"--augment", AS_CHOICE(augment, "none|crop-flip|elastic"), "none", MUST_MATCH,
+    {"--augment", AS_CHOICE(augment, "none", "crop-flip", "elastic"), "none", MUST_MATCH,
      "how the training images vary from epoch to epoch"},
     {"--resize", AS_COUNT(resize, "N", 0, 1024), "0", MUST_MATCH,
      "enlarge images to N x N pixels, a multiple of their size; 0: leave them as they are"},
@@ -5331,7 +5327,7 @@ static const Option options[] = {
      "passes over the training set"},
     {"--max-steps", AS_COUNT(max_steps, "N", 0, UINT32_MAX), "0", MAY_CHANGE,
      "end training after N steps in total; 0: after --epochs"},
-    {"--optimizer", AS_CHOICE(optimizer, "adadelta|sgd"), "adadelta", MUST_MATCH,
+    {"--optimizer", AS_CHOICE(optimizer, "adadelta", "sgd"), "adadelta", MUST_MATCH,
      "how the weights are updated"},
     {"--lr", AS_NUMBER(lr, "LR", 1e-12, 1e6), NULL, MUST_MATCH,
      "learning rate (default: adadelta 1; sgd .01)"},
@@ -5341,7 +5337,7 @@ static const Option options[] = {
      "add W * weight to each gradient"},
     {"--label-smoothing", AS_NUMBER(label_smoothing, "E", 0, 0.999999), "0", MUST_MATCH,
      "fraction of the target probability that is spread evenly over all classes"},
-    {"--schedule", AS_CHOICE(schedule, "step|cosine"), "step", MUST_MATCH,
+    {"--schedule", AS_CHOICE(schedule, "step", "cosine"), "step", MUST_MATCH,
      "how the learning rate changes from epoch to epoch"},
     {"--gamma", AS_NUMBER(gamma, "M", 0, 1e6), "0.7", MUST_MATCH,
      "step: the factor by which the rate is multiplied every --step-size epochs"},
@@ -5349,7 +5345,7 @@ static const Option options[] = {
      "step: the number of epochs between multiplications by --gamma"},
     {"--warmup-epochs", AS_COUNT(warmup_epochs, "N", 0, 100000), "0", MUST_MATCH,
      "the number of epochs at the start during which the rate grows linearly to --lr"},
-    {"--lr-scaling", AS_CHOICE(lr_scaling, "none|linear|sqrt"), "none", MUST_MATCH,
+    {"--lr-scaling", AS_CHOICE(lr_scaling, "none", "linear", "sqrt"), "none", MUST_MATCH,
      "multiply --lr by batch size / the model's default batch size, or by the square root of that"},
     {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", MUST_MATCH,
      "determines all random numbers; the same seed gives the same run"},
@@ -5359,15 +5355,15 @@ static const Option options[] = {
      "loader threads of each device (default: SLURM_CPUS_PER_TASK divided among them, else 1)"},
     {"--threads", AS_COUNT(threads, "N", 1, MAX_THREADS), NULL, MAY_CHANGE,
      "threads that compute (default: OMP_NUM_THREADS, else the usable cores)"},
-    {"--kernels", AS_CHOICE(kernels, "naive|fast|tiled|tensor"), NULL, MUST_MATCH,
+    {"--kernels", AS_CHOICE(kernels, "naive", "fast", "tiled", "tensor"), NULL, MUST_MATCH,
      "naive: the definitions; fast: CPU; tiled, tensor: GPU (default: the best here)"},
-    {"--precision", AS_CHOICE(precision, "fp32|tf32|bf16|fp16"), NULL, MUST_MATCH,
+    {"--precision", AS_CHOICE(precision, "fp32", "tf32", "bf16", "fp16"), NULL, MUST_MATCH,
      "GPU: all but fp32 use tensor cores (default: fp32; with --kernels tensor: tf32)"},
-    {"--layout", AS_CHOICE(layout, "nhwc|nchw"), "nhwc", MUST_MATCH,
+    {"--layout", AS_CHOICE(layout, "nhwc", "nchw"), "nhwc", MUST_MATCH,
      "GPU: nchw transposes around each convolution, to see what it costs"},
-    {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused|per-tensor"), "fused", MAY_CHANGE,
+    {"--optimizer-launch", AS_CHOICE(optimizer_launch, "fused", "per-tensor"), "fused", MAY_CHANGE,
      "fused: one update of all parameters; per-tensor: one for each tensor, for comparison"},
-    {"--zero-grad", AS_CHOICE(zero_grad, "none|memset"), "none", MAY_CHANGE,
+    {"--zero-grad", AS_CHOICE(zero_grad, "none", "memset"), "none", MAY_CHANGE,
      "memset: clear the gradients before backward, as frameworks once did, for comparison"},
     {"--graph", AS_SWITCH(graph), "off", MAY_CHANGE, "GPU: launch each step as one CUDA graph"},
     {"--autotune", AS_SWITCH(autotune), "off", MAY_CHANGE,
@@ -5382,7 +5378,7 @@ static const Option options[] = {
      "train N copies of the network on the CPU, which share the --threads"},
     {"--oversubscribe", AS_SWITCH(oversubscribe), "off", MAY_CHANGE,
      "allow several ranks on one GPU or core, for experiments"},
-    {"--parallel", AS_CHOICE(parallel, "ddp|dp"), "ddp", MUST_MATCH,
+    {"--parallel", AS_CHOICE(parallel, "ddp", "dp"), "ddp", MUST_MATCH,
      "ddp: each device loads a batch of its own, gradients are all-reduced; dp: one loads for all"},
     {"--global-batch", AS_COUNT(global_batch, "B", 1, 65536), NULL, MUST_MATCH,
      "images of a step on all devices together, instead of --batch-size"},
@@ -5424,37 +5420,28 @@ static const Option options[] = {
 // clang-format on
 enum { OPTIONS = LENGTH(options) };
 
-// Second names of options
-static const struct {
-    const char *alias, *name;
-} aliases[] = {{"--no-accel", "--no-cuda"}}; // both are names in PyTorch's MNIST example
-
-static size_t word_length(const char *words) {
-    return strcspn(words, "|");
+// text = "a|b|c"
+static const char *join_words(char text[PATH_SIZE], const char *const *words) {
+    size_t length = (size_t)snprintf(text, PATH_SIZE, "%s", words[0]);
+    for (size_t i = 1; words[i]; i++)
+        length += (size_t)snprintf(text + length, PATH_SIZE - length, "|%s", words[i]);
+    return text;
 }
 
-// The word after this one in "a|b|c", or NULL
-static const char *next_word(const char *words) {
-    const char *end = words + word_length(words);
-    return *end ? end + 1 : NULL;
-}
-
-// The number of `text` among the words "a|b|c", or NOT_CHOSEN
-static int find_word(const char *words, const char *text) {
-    int number = 0;
-    for (const char *word = words; word; word = next_word(word)) {
-        if (strlen(text) == word_length(word) && strncmp(word, text, word_length(word)) == 0)
-            return number;
-        number++;
-    }
+// The number of `text` among the words, or NOT_CHOSEN
+static int find_word(const char *const *words, const char *text) {
+    for (int i = 0; words[i]; i++)
+        if (strcmp(words[i], text) == 0)
+            return i;
     return NOT_CHOSEN;
 }
 
 static void set_word(void *field, const Option *o, const char *text) {
     const int number = find_word(o->values, text);
+    char words[PATH_SIZE];
     if (number == NOT_CHOSEN)
         die(EXIT_USAGE, "%s: expected one of %s, found \"%s\"; see ./cnn --help", o->name,
-            o->values, text);
+            join_words(words, o->values), text);
     if (o->kind == SWITCH)
         *(bool *)field = strcmp(text, "on") == 0;
     else if (o->kind == CHOICE)
@@ -5492,8 +5479,8 @@ static void set_option(Settings *s, const Option *o, const char *text) {
 static void print_help(void) {
     printf("usage: ./cnn [options]\n\nTrains and tests a convolutional network.\n\noptions:\n");
     for (const Option *o = options; o < options + OPTIONS; o++) {
-        char usage[96];
-        snprintf(usage, sizeof usage, "%s %s", o->name, o->values);
+        char words[PATH_SIZE], usage[2 * PATH_SIZE];
+        snprintf(usage, sizeof usage, "%s %s", o->name, join_words(words, o->values));
         if (strlen(usage) <= 26)
             printf("  %-28s%s", usage, o->help);
         else
@@ -5517,9 +5504,8 @@ static bool is_option(const char *word, const char *name) {
 
 // The option that a word names
 static const Option *find_option(const char *word) {
-    for (size_t i = 0; i < LENGTH(aliases); i++)
-        if (is_option(word, aliases[i].alias))
-            return find_option(aliases[i].name);
+    if (is_option(word, "--no-accel"))
+        return find_option("--no-cuda"); // both are names in PyTorch's MNIST example
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (is_option(word, o->name))
             return o;
@@ -5531,6 +5517,7 @@ static const Option *find_option(const char *word) {
 static size_t parse_option(Settings *s, const char *word, const char *next) {
     const Option *o = find_option(word);
     const char *equals = strchr(word, '=');
+    char words[PATH_SIZE];
     if (equals) {
         set_option(s, o, equals + 1);
         return 1;
@@ -5542,7 +5529,7 @@ static size_t parse_option(Settings *s, const char *word, const char *next) {
     }
     if (!next)
         die(EXIT_USAGE, "%s: expected a value (%s) after it, found nothing; see ./cnn --help",
-            o->name, o->values);
+            o->name, join_words(words, o->values));
     set_option(s, o, next);
     return 2;
 }
@@ -5597,18 +5584,15 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, text);
 }
 
-// Sets the table's defaults, then the model's defaults, unless model is NULL.
-static void parse_defaults(Settings *s, const Model *model) {
+// Sets the table's defaults, then those of a model.
+static void parse_defaults(Settings *s, const char *model_defaults) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
-    argument_text_used = 0;
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (o->default_value)
             set_option(s, o, o->default_value);
-    if (model) {
-        strcpy(argument_text, model->defaults);
-        argument_text_used = strlen(argument_text) + 1;
-        parse_text(s, argument_text);
-    }
+    strcpy(argument_text, model_defaults);
+    argument_text_used = strlen(argument_text) + 1;
+    parse_text(s, argument_text);
 }
 
 static void parse_command_line(Settings *s, int argc, char **argv) {
@@ -5625,29 +5609,20 @@ static void parse_command_line(Settings *s, int argc, char **argv) {
     }
 }
 
-// model_names = "a|b|c"
-static void list_models(void) {
-    size_t length = 0;
-    for (size_t i = 0; i < LENGTH(models); i++) {
-        const char *separator = i > 0 ? "|" : "";
-        length += (size_t)snprintf(model_names + length, sizeof model_names - length, "%s%s",
-                                   separator, models[i].name);
-    }
-}
-
 // Parses the command line twice: to find the model, then over the defaults of that model. --help
 // exits. Returns the default batch size of the model.
 static size_t parse_options(Settings *s, int argc, char **argv) {
-    list_models();
+    for (size_t i = 0; i < LENGTH(models); i++)
+        model_names[i] = models[i].name;
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help();
             flush(stdout, "standard output");
             exit(0);
         }
-    parse_defaults(s, NULL);
+    parse_defaults(s, "");
     parse_command_line(s, argc, argv); // finds the model
-    parse_defaults(s, find_model(s->model));
+    parse_defaults(s, find_model(s->model)->defaults);
     const size_t default_batch_size = s->batch_size;
     parse_command_line(s, argc, argv);
     return default_batch_size;
@@ -5662,14 +5637,9 @@ static void format_number(char *text, size_t size, double number) {
     }
 }
 
-// text = word number `number` of "a|b|c", or "" if it is NOT_CHOSEN
-static void format_word(char *text, size_t size, const char *words, int number) {
-    text[0] = 0;
-    if (number == NOT_CHOSEN)
-        return;
-    for (int i = 0; i < number; i++)
-        words = next_word(words);
-    snprintf(text, size, "%.*s", (int)word_length(words), words);
+// Word number `number` of an option's words
+static const char *choice_word(const char *option, int number) {
+    return find_option(option)->values[number];
 }
 
 enum { OPTION_TEXT_SIZE = 64 };
@@ -5681,18 +5651,14 @@ static const char *option_text(char text[OPTION_TEXT_SIZE], const Settings *s, c
         return *(const char *const *)field;
     if (o->kind == SWITCH)
         return *(const bool *)field ? "on" : "off";
-    if (o->kind == CHOICE)
-        format_word(text, OPTION_TEXT_SIZE, o->values, *(const int *)field);
-    else if (o->kind == COUNT)
+    if (o->kind == CHOICE) {
+        const int number = *(const int *)field;
+        return number == NOT_CHOSEN ? "" : o->values[number];
+    }
+    if (o->kind == COUNT)
         snprintf(text, OPTION_TEXT_SIZE, "%zu", *(const size_t *)field);
     else
         format_number(text, OPTION_TEXT_SIZE, *(const double *)field);
-    return text;
-}
-
-// Word number `number` of an option's choices, in `text`
-static const char *choice_word(char text[OPTION_TEXT_SIZE], const char *option, int number) {
-    format_word(text, OPTION_TEXT_SIZE, find_option(option)->values, number);
     return text;
 }
 
@@ -5792,23 +5758,24 @@ typedef struct EpochResult {
 // The clock of train(); see section 13, and AT() in section 15
 enum { PROFILED_LINES = 128 };
 
+typedef struct LineTime {
+    size_t hits;
+    double seconds;
+} LineTime;
+
 typedef struct LineClock {
     bool synchronize; // --profile: wait for the device after each line
     const Device *device;
-    int first_line;        // the first profiled line of cnn.c
     size_t rank;           // for --trace
     const char *line_text; // of the running line, for --trace; NULL if none runs
     double line_start;     // when the running line began
     size_t marks_set;      // how many marks were set
     size_t times_read;     // how many lines' times have been read
     struct {
-        int line;      // the line that begins at this mark, or 0
+        int line;      // the line that begins at this mark, counted from the head of train(), or 0
         double *phase; // the phase of a step that its time is added to, or NULL
     } at_mark[CLOCK_MARKS];
-    struct {
-        size_t hits;
-        double seconds;
-    } lines[PROFILED_LINES];
+    LineTime lines[PROFILED_LINES]; // 0 is the head of train()
 } LineClock;
 
 // When checkpoints are saved, and what a signal has asked for; see Signals above
@@ -5853,15 +5820,9 @@ typedef struct Recorder {
     FILE *results; // receives what is printed even with --quiet: epochs, and what was asked for
 } Recorder;
 
-// The sums of a test over its images
-enum { LOSS_SUM, IMAGES_TESTED, IMAGES_CORRECT, TOTALS };
-
-// The last test. Each image is tested by one rank, and the others leave its prediction 0, so that
-// the sum over the ranks has all predictions.
-typedef struct Evaluation {
-    double *totals;    // TOTALS sums, then the predictions; after them, room for every rank's
-    double *predicted; // within totals: the class predicted for each image of the test set
-} Evaluation;
+// What a test sums over its images and the ranks: these sums, then, from PREDICTIONS on, the class
+// predicted for each image. Each image is tested by one rank; the others leave its prediction 0.
+enum { LOSS_SUM, IMAGES_TESTED, IMAGES_CORRECT, PREDICTIONS };
 
 // The state of one rank. Each rank has a Run of its own.
 typedef struct Run {
@@ -5895,7 +5856,7 @@ typedef struct Run {
     LineClock clock;
     Tracer tracer;
     Recorder recorder;
-    Evaluation evaluation;
+    double *totals;            // of the last test; after them, room for every rank's
     real *bandwidth_arrays[2]; // --layers: numbers summed to measure bandwidth
     MemoryPlan plan;           // of the memory that is neither the network's nor a loader's
 } Run;
@@ -5914,7 +5875,7 @@ static size_t steps_done(const Run *run) {
 
 // ---- Records
 
-typedef enum { KEY_VALUE, CSV_HEADER, CSV_ROW, JSON } Form;
+typedef enum { KEY_VALUE, CSV, JSON } Form;
 
 // Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, so names must be as well.
 static void print_json_string(FILE *f, const char *text) {
@@ -5939,15 +5900,6 @@ static void print_key(FILE *f, Form form, const char *key, int length) {
         fprintf(f, "\"%.*s\":", length, key);
     else if (form == KEY_VALUE)
         fprintf(f, "%.*s=", length, key);
-    else if (form == CSV_HEADER)
-        fprintf(f, "%.*s", length, key);
-}
-
-static void print_text(FILE *f, Form form, const char *text) {
-    if (form == JSON)
-        print_json_string(f, text);
-    else
-        fputs(text, f);
 }
 
 static void print_number(FILE *f, Form form, const char *format, double number) {
@@ -5960,20 +5912,21 @@ static void print_number(FILE *f, Form form, const char *format, double number) 
 // Prints the next argument with the conversion `format`.
 static void print_value(FILE *f, Form form, const char *format, va_list *args) {
     const char kind = format[strlen(format) - 1];
-    if (kind == 's')
-        print_text(f, form, va_arg(*args, const char *));
+    if (kind == 's' && form == JSON)
+        print_json_string(f, va_arg(*args, const char *));
+    else if (kind == 's')
+        fputs(va_arg(*args, const char *), f);
     else if (kind == 'u')
         fprintf(f, format, va_arg(*args, size_t));
     else
         print_number(f, form, format, va_arg(*args, double));
 }
 
-/* Prints a record, described as "epoch=%zu train_loss=%.4f ...", in one of four forms: a line of
-   key=value pairs, the header or a row of CSV, or the members of a JSON object. A number that is
-   not finite is null in JSON and empty in CSV. Conversions are %s, %zu and any for a double. */
+/* Prints a record, described as "epoch=%zu train_loss=%.4f ...", in one of three forms: a line of
+   key=value pairs, a row of CSV, or the members of a JSON object. A number that is not finite is
+   null in JSON and empty in CSV. Conversions are %s, %zu and any for a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
-    static const char separators[] = {
-        [KEY_VALUE] = ' ', [CSV_HEADER] = ',', [CSV_ROW] = ',', [JSON] = ','};
+    static const char separators[] = {[KEY_VALUE] = ' ', [CSV] = ',', [JSON] = ','};
     const char *field = record;
     va_list args;
     va_start(args, record);
@@ -5983,8 +5936,7 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
         char format[16];
         snprintf(format, sizeof format, "%.*s", field_length - key_length - 1, conversion);
         print_key(f, form, field, key_length);
-        if (form != CSV_HEADER)
-            print_value(f, form, format, &args);
+        print_value(f, form, format, &args);
         field += field_length;
         if (*field == ' ') {
             fputc(separators[form], f);
@@ -5994,6 +5946,18 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
     va_end(args);
     if (form != JSON)
         fputc('\n', f);
+}
+
+// Prints the header of a table in CSV: the keys of its records
+static void print_csv_header(FILE *csv, const char *record) {
+    const char *field = record, *separator = "";
+    while (*field) {
+        fprintf(csv, "%s%.*s", separator, (int)strcspn(field, "="), field);
+        separator = ",";
+        field += strcspn(field, " ");
+        field += strspn(field, " ");
+    }
+    fputc('\n', csv);
 }
 
 /* ---- The clock of train(). Each line there begins with AT(...), except for while, if and else.
@@ -6017,7 +5981,7 @@ static void clock_read_times(LineClock *c, size_t unread) {
         const int line = c->at_mark[from].line;
         double *phase = c->at_mark[from].phase;
         if (line)
-            c->lines[line - c->first_line].seconds += seconds;
+            c->lines[line].seconds += seconds;
         if (phase)
             *phase += seconds;
         c->times_read++;
@@ -6055,10 +6019,8 @@ static void clock_line(LineClock *c, int line, double *phase, const char *text) 
     c->line_text = text;
     c->line_start = now();
     c->device->nsight_range(NSIGHT_LINE, text);
-    if (!c->first_line)
-        c->first_line = line;
     clock_mark(c, line, phase);
-    c->lines[line - c->first_line].hits++;
+    c->lines[line].hits++;
 }
 
 // Ends the running line; none begins.
@@ -6080,19 +6042,17 @@ static void print_quoted(FILE *csv, const char *text) {
     fputc('"', csv);
 }
 
-static void print_profile_line(FILE *out, FILE *csv, const LineClock *c, int number,
+static void print_profile_line(FILE *out, FILE *csv, const LineTime *line, int number,
                                const char *text, double total) {
-    const int at = number - c->first_line;
-    const bool profiled = at >= 0 && at < PROFILED_LINES;
-    if (!profiled || c->lines[at].hits == 0) {
+    if (line->hits == 0) {
         fprintf(out, "%6d %9s %12s %8s %8s  %s\n", number, "", "", "", "", text);
         return;
     }
-    const size_t hits = c->lines[at].hits;
-    const double us = c->lines[at].seconds * 1e6, per_hit = us / (double)hits;
-    const double percent = 100 * c->lines[at].seconds / total;
-    fprintf(out, "%6d %9zu %12.1f %8.1f %8.1f  %s\n", number, hits, us, per_hit, percent, text);
-    fprintf(csv, "%d,%zu,%.1f,%.1f,%.1f,", number, hits, us, per_hit, percent);
+    const double us = line->seconds * 1e6, per_hit = us / (double)line->hits;
+    const double percent = 100 * line->seconds / total;
+    fprintf(out, "%6d %9zu %12.1f %8.1f %8.1f  %s\n", number, line->hits, us, per_hit, percent,
+            text);
+    fprintf(csv, "%d,%zu,%.1f,%.1f,%.1f,", number, line->hits, us, per_hit, percent);
     print_quoted(csv, text + strspn(text, " "));
     fprintf(csv, "\n");
 }
@@ -6119,10 +6079,6 @@ static void read_source_line(char *text, int size, FILE *source) {
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
     double total = 0;
-    if (!c->first_line) {
-        fprintf(out, "No training step to profile\n");
-        return;
-    }
     FILE *source = open_source();
     for (size_t i = 0; i < PROFILED_LINES; i++)
         total += c->lines[i].seconds;
@@ -6136,7 +6092,7 @@ static void print_profile(const LineClock *c, int begin, int end, FILE *out, FIL
         if (source)
             read_source_line(text, sizeof text, source);
         if (number >= begin)
-            print_profile_line(out, csv, c, number, text, total);
+            print_profile_line(out, csv, &c->lines[number - begin], number, text, total);
     }
     fprintf(out, "\n %.2f seconds - cnn.c:%d - train\n", total, begin);
     if (source)
@@ -6185,15 +6141,11 @@ typedef struct Resources {
     double rss;           // peak memory in use, in bytes
 } Resources;
 
-static double timeval_seconds(struct timeval t) {
-    return (double)t.tv_sec + 1e-6 * (double)t.tv_usec;
-}
-
 static Resources resources_since(double start) {
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
     return (Resources){.wall_s = now() - start,
-                       .cpu_s = timeval_seconds(u.ru_utime) + timeval_seconds(u.ru_stime),
+                       .cpu_s = (double)clock() / CLOCKS_PER_SEC, // of all threads
                        .rss = 1024. * (double)u.ru_maxrss};
 }
 
@@ -6244,19 +6196,21 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
 
 enum { WARMUP_STEPS = 3 }; // the first steps load code and fill caches
 
-// A row of steps.csv, or its header: a step of one rank
-static void print_step(FILE *f, const StepResult *s, size_t rank, Form form) {
+#define STEP_ROW                                                                         \
+    "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f load_s=%.6f " \
+    "copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f comm_s=%.6f "           \
+    "exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu"
+
+// Prints a row of steps.csv: a step of one rank.
+static void print_step(FILE *csv, const StepResult *s, size_t rank) {
     const double *p = s->phases;
     const double seconds = p[PHASE_LOAD] + p[PHASE_COPY] + p[PHASE_FORWARD] + p[PHASE_BACKWARD] +
                            p[PHASE_OPTIMIZER] + p[PHASE_EXPOSED_COMM] + p[PHASE_OTHER];
     const size_t warmup = s->epoch == 1 && s->step <= WARMUP_STEPS ? 1 : 0;
-    print_record(f, form,
-                 "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f "
-                 "load_s=%.6f copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f "
-                 "comm_s=%.6f exposed_comm_s=%.6f other_s=%.6f bytes_sent=%.0f warmup=%zu",
-                 s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds, p[PHASE_LOAD],
-                 p[PHASE_COPY], p[PHASE_FORWARD], p[PHASE_BACKWARD], p[PHASE_OPTIMIZER],
-                 p[PHASE_COMM], p[PHASE_EXPOSED_COMM], p[PHASE_OTHER], s->bytes_sent, warmup);
+    print_record(csv, CSV, STEP_ROW, s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds,
+                 p[PHASE_LOAD], p[PHASE_COPY], p[PHASE_FORWARD], p[PHASE_BACKWARD],
+                 p[PHASE_OPTIMIZER], p[PHASE_COMM], p[PHASE_EXPOSED_COMM], p[PHASE_OTHER],
+                 s->bytes_sent, warmup);
 }
 
 // Opens a new file of the run folder. Without --out, what is written to it is discarded.
@@ -6332,10 +6286,7 @@ static void print_machine_json(FILE *f, const Run *run) {
 static void print_parallel_json(FILE *f, const Run *run) {
     const Settings *s = &run->settings;
     const Communicator *c = &run->comm;
-    char text[OPTION_TEXT_SIZE];
-    const char *mode = "single";
-    if (c->world > 1)
-        mode = option_text_by_name(text, s, "--parallel");
+    const char *mode = c->world > 1 ? choice_word("--parallel", (int)s->parallel) : "single";
     const bool replayed = run->graphs.graph[FULL_STEP] || run->graphs.graph[SHORT_STEP];
     fprintf(f, "{");
     print_record(f, JSON,
@@ -6424,70 +6375,55 @@ static void open_run_folder(Run *run) {
         begin_run_json(run);
 }
 
-// The logs of the run folder, to which a resumed run appends
-typedef enum { EPOCHS_LOG, STEPS_LOG } CsvLog;
+/* ---- Logs: epochs.csv and steps.csv, to which a resumed run appends */
+
 enum { ROW_SIZE = 1024 };
-static const char *const log_files[] = {[EPOCHS_LOG] = "epochs.csv", [STEPS_LOG] = "steps.csv"};
 
 // Reads a row of a log. Returns false at the end of the log, or at a row without an end, which the
 // run was writing when it was killed.
-static bool read_row(char row[ROW_SIZE], FILE *csv, CsvLog kind) {
+static bool read_row(char row[ROW_SIZE], FILE *csv, const char *path) {
     const char *line = fgets(row, ROW_SIZE, csv);
     if (ferror(csv))
-        die_file("cannot read", log_files[kind]);
+        die_file("cannot read", path);
     return line && strchr(line, '\n');
 }
 
-// Whether a resumed run keeps a row: one before the run's position
-static bool keeps_row(const Run *run, const char *row, CsvLog kind) {
+// Whether a resumed run keeps a row: one of an earlier epoch, or one of the first steps_kept steps
+// of the running epoch
+static bool keeps_row(const Run *run, const char *row, size_t steps_kept) {
     size_t epoch = 0, step = 0;
-    // In epochs.csv the second number is not a step, and is not used.
     sscanf(row, "%zu,%zu", &epoch, &step);
-    if (kind == STEPS_LOG && epoch == run->epoch)
-        return step <= run->batch_index;
+    if (epoch == run->epoch)
+        return step <= steps_kept;
     return epoch > 0 && epoch < run->epoch;
 }
 
 // How many bytes of a log a resumed run keeps: the header and the rows before its position
-static long length_kept(const Run *run, FILE *csv, CsvLog kind) {
+static long length_kept(const Run *run, FILE *csv, const char *path, size_t steps_kept) {
     char row[ROW_SIZE];
     long kept = 0;
-    bool keeps = read_row(row, csv, kind); // the header
+    bool keeps = read_row(row, csv, path); // the header
     while (keeps) {
         kept = ftell(csv);
-        keeps = read_row(row, csv, kind) && keeps_row(run, row, kind);
+        keeps = read_row(row, csv, path) && keeps_row(run, row, steps_kept);
     }
     return kept;
 }
 
-// Cuts the log off after `length` bytes, where the next row will be written.
-static void truncate_log(FILE *csv, long length, const char *path) {
-    if (ftruncate(fileno(csv), length) != 0)
-        die_file("cannot write", path);
-    if (fseek(csv, 0, SEEK_END) != 0)
-        die_file("cannot write", path);
-}
-
-static void print_log_header(FILE *csv, CsvLog kind) {
-    if (kind == STEPS_LOG)
-        print_step(csv, &(StepResult){0}, 0, CSV_HEADER); // prints only the names
-    else
-        print_epoch(csv, &(EpochResult){0}, CSV_HEADER);
-}
-
 // Opens a log of the run folder. A resumed run keeps the rows before its position.
-static FILE *open_log(const Run *run, CsvLog kind) {
+static FILE *open_log(const Run *run, const char *file, const char *record, size_t steps_kept) {
     char path[PATH_SIZE];
     long kept = 0;
-    join_path(path, run->settings.out, log_files[kind]);
+    join_path(path, run->settings.out, file);
     FILE *csv = fopen(path, "a+");
     if (!csv)
         die_file("cannot write", path);
     if (run->settings.resume && steps_done(run) > 0)
-        kept = length_kept(run, csv, kind);
-    truncate_log(csv, kept, path);
+        kept = length_kept(run, csv, path, steps_kept);
+    if (ftruncate(fileno(csv), kept) != 0 || fseek(csv, 0, SEEK_END) != 0)
+        die_file("cannot write", path);
     if (kept == 0)
-        print_log_header(csv, kind);
+        print_csv_header(csv, record);
     flush(csv, path);
     return csv;
 }
@@ -6513,8 +6449,9 @@ static void remove_results(const Run *run) {
 
 static void open_logs(Run *run) {
     remove_results(run);
-    run->recorder.epochs_csv = open_log(run, EPOCHS_LOG);
-    run->recorder.steps_csv = open_log(run, STEPS_LOG);
+    // The second column of epochs.csv is the number of images: no row of the running epoch is kept.
+    run->recorder.epochs_csv = open_log(run, "epochs.csv", EPOCH_ROW, 0);
+    run->recorder.steps_csv = open_log(run, "steps.csv", STEP_ROW, run->batch_index);
     begin_run_json(run);
 }
 
@@ -6528,10 +6465,10 @@ static void require_finite(const real *gradient, size_t count, const Layer *l, c
             epoch, step, l->name, tensor);
 }
 
-static void check_gradients_finite(const Net *net, const real *grads, size_t epoch, size_t step) {
+static void check_gradients_finite(const Net *net, size_t epoch, size_t step) {
     for (const Layer *l = net->layers; l < net->layers + net->layer_count; l++) {
-        require_finite(grads + l->weight_offset, l->weight_count, l, "weight", epoch, step);
-        require_finite(grads + l->bias_offset, l->bias_count, l, "bias", epoch, step);
+        require_finite(net->grads + l->weight_offset, l->weight_count, l, "weight", epoch, step);
+        require_finite(net->grads + l->bias_offset, l->bias_count, l, "bias", epoch, step);
     }
 }
 
@@ -6578,7 +6515,7 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
             e->phases[k] += s->phases[k];
         e->bytes_sent += s->bytes_sent;
         if (r->steps_csv)
-            print_step(r->steps_csv, s, rank, CSV_ROW);
+            print_step(r->steps_csv, s, rank);
     }
     e->images += e->step_images;
     e->step_loss = loss / (double)e->step_images;
@@ -6734,7 +6671,7 @@ static void report_epoch(Run *run, EpochResult *e) {
         return; // no run folder
     if (!trained && !run->settings.eval)
         return; // training was already complete: the row of its last epoch is there
-    print_epoch(r->epochs_csv, e, CSV_ROW);
+    print_epoch(r->epochs_csv, e, CSV);
     flush(r->epochs_csv, "epochs.csv");
 }
 
@@ -6862,7 +6799,7 @@ static void write_trace(const Run *run) {
     const size_t events = min_size(trace.count, TRACE_EVENTS);
     const char *hint = "";
     AtomicFile file;
-    char path[PATH_SIZE], kernels[OPTION_TEXT_SIZE];
+    char path[PATH_SIZE];
     if (!trace.events)
         return;
     if (run->comm.rank == 0)
@@ -6871,8 +6808,8 @@ static void write_trace(const Run *run) {
         snprintf(path, sizeof path, "%s.rank%zu", run->settings.trace, run->comm.rank);
     atomic_open(&file, path);
     FILE *f = file.stream;
-    choice_word(kernels, "--kernels", (int)run->kernels->name);
-    fprintf(f, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"kernels\":\"%s\"},", kernels);
+    fprintf(f, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"kernels\":\"%s\"},",
+            choice_word("--kernels", (int)run->kernels->name));
     fprintf(f, "\"traceEvents\":[\n");
     for (size_t rank = 0; rank < run->comm.world; rank++) {
         if (rank > 0)
@@ -7012,33 +6949,28 @@ static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTim
     return f;
 }
 
-static void print_layer_csv(FILE *csv, Form form, const Layer *l, const char *name,
-                            const char *kind, const LayerFigures *f) {
-    char shape[64];
-    snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
-    print_record(
-        csv, form,
-        "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f "
-        "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s",
-        name, kind, shape, l->weight_count + l->bias_count, forward_flops(l) / 1e6, f->forward_ms,
-        f->backward_ms, f->gflops, f->gb_per_s, f->percent_of_limit, f->operation_ratio, f->bound);
-}
+#define LAYER_ROW                                                                           \
+    "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f " \
+    "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s"
 
 // A line of the table, and a row of layers.csv
 static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const LayerFigures *f) {
     const Layer *l = &net->layers[row];
     const char *bound = *f->bound ? f->bound : "-";
-    char kind[64], name[64], percent[16] = "-";
+    char kind[64], name[64], shape[64], percent[16] = "-";
     if (isfinite(f->percent_of_limit))
         snprintf(percent, sizeof percent, "%.1f", f->percent_of_limit);
     if (*l->name)
         snprintf(name, sizeof name, "%s", l->name);
     else
         snprintf(name, sizeof name, "row %zu", row);
+    snprintf(shape, sizeof shape, "%zux%zux%zu", l->out.h, l->out.w, l->out.c);
     describe_layer(l, kind, sizeof kind);
     fprintf(out, "  %-24s %-34s %9.3f %9.3f %8.1f %7.1f %6s %6.2f  %s\n", name, kind, f->forward_ms,
             f->backward_ms, f->gflops, f->gb_per_s, percent, f->operation_ratio, bound);
-    print_layer_csv(csv, CSV_ROW, l, name, kind, f);
+    print_record(csv, CSV, LAYER_ROW, name, kind, shape, l->weight_count + l->bias_count,
+                 forward_flops(l) / 1e6, f->forward_ms, f->backward_ms, f->gflops, f->gb_per_s,
+                 f->percent_of_limit, f->operation_ratio, f->bound);
 }
 
 static void print_layers_head(const Run *run, size_t n, double peak, double bandwidth) {
@@ -7070,7 +7002,7 @@ static void measure_layers(Run *run) {
     const double peak = 1e9 * net->device->peak_gflops(), bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
     print_layers_head(run, batch.n, peak, bandwidth);
-    print_layer_csv(csv.stream, CSV_HEADER, &net->layers[0], "", "", &(LayerFigures){.bound = ""});
+    print_csv_header(csv.stream, LAYER_ROW);
     for (size_t i = 1; i < net->layer_count; i++) {
         if (!has_kernels(&net->row_plans[i]))
             continue;
@@ -7093,7 +7025,7 @@ static void print_per_class(const Run *run) {
             if (run->test_set.labels[i] != k)
                 continue;
             images++;
-            if (run->evaluation.predicted[i] == (double)k)
+            if (run->totals[PREDICTIONS + i] == (double)k)
                 correct++;
         }
         fprintf(out, "Accuracy for class: %-5s is ", class_name(run, k, name));
@@ -7109,7 +7041,7 @@ static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epo
                              const uint8_t *bytes) {
     const Shape shape = run->dataset_info.shape;
     fprintf(csv, "%zu,%u,%.0f,%zu,%zux%zux%zu,", image, run->test_set.labels[image],
-            run->evaluation.predicted[image], epoch, shape.h, shape.w, shape.c);
+            run->totals[PREDICTIONS + image], epoch, shape.h, shape.w, shape.c);
     if (bytes)
         for (size_t i = 0; i < shape_size(shape); i++)
             fprintf(csv, "%02x", bytes[i]);
@@ -7140,7 +7072,7 @@ static void write_predictions(const Run *run) {
     open_in_folder(&csv, run, "predictions.csv");
     fprintf(csv.stream, "image,label,predicted,epoch,shape,pixels\n");
     for (size_t i = 0; i < run->test_set.count; i++) {
-        const bool is_correct = run->evaluation.predicted[i] == run->test_set.labels[i];
+        const bool is_correct = run->totals[PREDICTIONS + i] == run->test_set.labels[i];
         const size_t before = is_correct ? correct : wrong;
         const uint8_t *pixels = NULL;
         if (before < SAMPLES)
@@ -7524,35 +7456,32 @@ static const Kernels *kernels_of(bool gpu, size_t i) {
 
 // Lists the kernels of a device: "naive in fp32, fast in fp32"
 static void list_kernels(char *list, size_t size, bool gpu) {
-    char name[OPTION_TEXT_SIZE], precision[OPTION_TEXT_SIZE];
     size_t length = 0;
     for (size_t i = 0; kernels_of(gpu, i); i++) {
         const Kernels *k = kernels_of(gpu, i);
         const char *separator = i > 0 ? ", " : "";
-        choice_word(name, "--kernels", (int)k->name);
-        choice_word(precision, "--precision", (int)k->precision);
-        length += (size_t)snprintf(list + length, size - length, "%s%s in %s", separator, name,
-                                   precision);
+        length += (size_t)snprintf(list + length, size - length, "%s%s in %s", separator,
+                                   choice_word("--kernels", (int)k->name),
+                                   choice_word("--precision", (int)k->precision));
     }
 }
 
 // The word that the user chose for an option, or "(any)"
-static const char *chosen_word(char text[OPTION_TEXT_SIZE], const Settings *s, const char *option) {
-    const char *word = option_text_by_name(text, s, option);
-    return *word ? word : "(any)";
+static const char *chosen_word(const char *option, int number) {
+    return number == NOT_CHOSEN ? "(any)" : choice_word(option, number);
 }
 
 // Dies, since this device has no kernels that match --kernels and --precision.
 static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
     const char *device = gpu ? "a GPU" : "a CPU";
-    char list[256], kernels[OPTION_TEXT_SIZE], precision[OPTION_TEXT_SIZE];
+    char list[256];
     if (!gpu && s->kernels == FAST && CPU_KERNELS == 1)
         die(EXIT_USAGE, "--kernels fast: cnn_kernels.c was not beside cnn.c when it was compiled; "
                         "expected --kernels naive");
     list_kernels(list, sizeof list, gpu);
     die(EXIT_USAGE, "--kernels %s --precision %s: expected one of these on %s: %s",
-        chosen_word(kernels, s, "--kernels"), chosen_word(precision, s, "--precision"), device,
-        list);
+        chosen_word("--kernels", (int)s->kernels), chosen_word("--precision", (int)s->precision),
+        device, list);
 }
 
 // The best kernels of this device that --kernels and --precision allow. Without either option these
@@ -7584,8 +7513,7 @@ static void check_device(const Run *run, const char *why_not) {
     for (size_t i = 0; i < LENGTH(gpu_only); i++)
         if (gpu_only[i].asked && !run->device->is_gpu)
             die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", gpu_only[i].option, why_not);
-    char precision[OPTION_TEXT_SIZE];
-    choice_word(precision, "--precision", (int)run->kernels->precision);
+    const char *precision = choice_word("--precision", (int)run->kernels->precision);
     if (run->kernels->name == TENSOR && !run->device_info.tensor_cores[run->kernels->precision])
         die(EXIT_USAGE,
             "--kernels tensor: expected a GPU with tensor cores that cnn uses in %s (sm_80 or "
@@ -7607,13 +7535,12 @@ static void setup_graph(Run *run) {
 
 static void print_device(const Run *run, const char *why_not) {
     const Settings *s = &run->settings;
-    char text[OPTION_TEXT_SIZE];
     printf("Device: %s", run->device_info.name);
     if (!run->device->is_gpu)
         printf(" (%s)", why_not);
-    printf(", --kernels %s", option_text_by_name(text, s, "--kernels"));
-    printf(", --precision %s, --threads %zu, --workers %zu\n",
-           option_text_by_name(text, s, "--precision"), s->threads, s->workers);
+    printf(", --kernels %s, --precision %s, --threads %zu, --workers %zu\n",
+           choice_word("--kernels", (int)s->kernels), choice_word("--precision", (int)s->precision),
+           s->threads, s->workers);
     if (run->device_info.emulated)
         printf("Emulated: CUDA code on the CPU. Results are valid; times mean nothing.\n");
 }
@@ -7718,10 +7645,14 @@ static bool try_dataset(Run *run, const char *name) {
     return found;
 }
 
-// --dataset auto: loads the first of the model's data sets that is found. The last is "synthetic".
-static void load_first_dataset(Run *run) {
+// Loads the data set. With --dataset auto, it is the first of the model's data sets that is found,
+// of which the last one is "synthetic".
+static void setup_data(Run *run) {
+    const Settings *s = &run->settings;
+    const bool automatic = strcmp(s->dataset, "auto") == 0;
+    char where[PATH_SIZE] = "./data, the folder data beside ./cnn, or /usr/share/datasets";
     char names[128], *rest;
-    snprintf(names, sizeof names, "%s", run->model->datasets);
+    snprintf(names, sizeof names, "%s", automatic ? run->model->datasets : s->dataset);
     const char *name = strtok_r(names, " ", &rest);
     while (name) {
         const bool loaded = try_dataset(run, name);
@@ -7729,18 +7660,6 @@ static void load_first_dataset(Run *run) {
             return;
         name = strtok_r(NULL, " ", &rest);
     }
-}
-
-static void setup_data(Run *run) {
-    const Settings *s = &run->settings;
-    char where[PATH_SIZE] = "./data, the folder data beside ./cnn, or /usr/share/datasets";
-    if (strcmp(s->dataset, "auto") == 0) {
-        load_first_dataset(run);
-        return;
-    }
-    const bool loaded = try_dataset(run, s->dataset);
-    if (loaded)
-        return;
     if (*s->data)
         snprintf(where, sizeof where, "the folder --data %s", s->data);
     die(1,
@@ -7751,35 +7670,25 @@ static void setup_data(Run *run) {
 
 // ---- Memory: planned, printed, and only then allocated
 
-// The bytes of a plan for a use; if on_device, only those on the device
-static double plan_bytes(const MemoryPlan *p, MemoryUse use, bool on_device) {
-    double bytes = 0;
-    for (size_t i = 0; i < p->count; i++) {
-        const bool wanted = use == FOR_ANYTHING || use == p->arenas[i].use;
-        if (wanted && (!on_device || p->arenas[i].where == DEVICE_MEMORY))
-            bytes += (double)p->arenas[i].bytes;
-    }
-    return bytes;
-}
-
-// The same, summed over all plans of this rank
-static double run_bytes(const Run *run, MemoryUse use, bool on_device) {
-    const MemoryPlan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan,
-                                 &run->train_loader.plan, &run->test_loader.plan};
-    double bytes = 0;
-    for (size_t i = 0; i < LENGTH(plans); i++)
-        bytes += plan_bytes(plans[i], use, on_device);
-    return bytes;
-}
-
 // The bytes of the images and labels, which are already in memory
 static double data_bytes(const Run *run) {
     const double images = (double)(run->train_set.count + run->test_set.count);
     return images * (double)(shape_size(run->dataset_info.shape) + 1);
 }
 
-static double all_bytes(const Run *run) {
-    return run_bytes(run, FOR_ANYTHING, false) + data_bytes(run);
+// The bytes of this rank for a use; if on_device, only those on the device
+static double run_bytes(const Run *run, MemoryUse use, bool on_device) {
+    const MemoryPlan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan,
+                                 &run->train_loader.plan, &run->test_loader.plan};
+    const bool with_data = !on_device && (use == FOR_DATA || use == FOR_ANYTHING);
+    double bytes = with_data ? data_bytes(run) : 0;
+    for (size_t p = 0; p < LENGTH(plans); p++)
+        for (size_t i = 0; i < plans[p]->count; i++) {
+            const bool wanted = use == FOR_ANYTHING || use == plans[p]->arenas[i].use;
+            if (wanted && (!on_device || plans[p]->arenas[i].where == DEVICE_MEMORY))
+                bytes += (double)plans[p]->arenas[i].bytes;
+        }
+    return bytes;
 }
 
 static void plan_loaders(Run *run, bool resident) {
@@ -7802,9 +7711,9 @@ static void plan_loaders(Run *run, bool resident) {
                     consumer);
 }
 
-// How many numbers a test sums over all ranks; see Evaluation
+// How many numbers a test sums over all ranks
 static size_t count_totals(const Run *run) {
-    return TOTALS + run->test_set.count;
+    return PREDICTIONS + run->test_set.count;
 }
 
 // Plans the memory of the run itself, for the optimizer's state, results and measurements.
@@ -7814,9 +7723,8 @@ static void plan_buffers(Run *run) {
     const size_t steps = run->comm.world * run->recorder.steps_capacity;
     const size_t states = count_states(&optimizers[s->optimizer], s) * run->net.param_size;
     *p = (MemoryPlan){.device = run->device};
-    memory_plan_add(p, &run->evaluation.totals,
-                    (1 + run->comm.world) * count_totals(run) * sizeof(double), HOST_MEMORY,
-                    FOR_BUFFERS);
+    memory_plan_add(p, &run->totals, (1 + run->comm.world) * count_totals(run) * sizeof(double),
+                    HOST_MEMORY, FOR_BUFFERS);
     memory_plan_add(p, &run->recorder.all_steps, steps * sizeof *run->recorder.steps, HOST_MEMORY,
                     FOR_BUFFERS);
     memory_plan_add(p, &run->optimizer_state, states * sizeof(real), DEVICE_MEMORY, FOR_OPTIMIZER);
@@ -7853,9 +7761,7 @@ static double plan_run(Run *run, bool resident) {
     plan_loaders(run, resident);
     comm_plan(&run->comm, net, &run->train_loader);
     plan_buffers(run);
-    if (run->device->is_gpu)
-        return run_bytes(run, FOR_ANYTHING, true);
-    return all_bytes(run);
+    return run_bytes(run, FOR_ANYTHING, run->device->is_gpu);
 }
 
 // Plans the run. The data set stays on the device if at least 10 % of the memory remains free, or
@@ -7877,13 +7783,9 @@ static double plan_residency(Run *run) {
 static void print_memory(const Run *run) {
     const char *of_what = run->comm.world > 1 ? " of each device" : "";
     printf("Memory in MB%s:", of_what);
-    for (MemoryUse use = 0; use < MEMORY_USES; use++) {
-        double bytes = run_bytes(run, use, false);
-        if (use == FOR_DATA)
-            bytes += data_bytes(run);
-        printf(" %s %.1f,", memory_uses[use], bytes / 1e6);
-    }
-    printf(" together %.1f\n", all_bytes(run) / 1e6);
+    for (MemoryUse use = 0; use < MEMORY_USES; use++)
+        printf(" %s %.1f,", memory_uses[use], run_bytes(run, use, false) / 1e6);
+    printf(" together %.1f\n", run_bytes(run, FOR_ANYTHING, false) / 1e6);
 }
 
 // Dies if more bytes are needed than a device, or the machine, has.
@@ -7900,7 +7802,8 @@ static void check_memory(const Run *run, double needed, double available, const 
 static void plan_and_check_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
     const double on_device = plan_residency(run);
-    const double on_host = gpu ? all_bytes(run) - on_device : all_bytes(run);
+    const double all = run_bytes(run, FOR_ANYTHING, false);
+    const double on_host = gpu ? all - on_device : all;
     const bool prints = run->comm.rank == 0;
     if (prints) {
         print_summary(&run->net);
@@ -7920,7 +7823,6 @@ static void setup_memory(Run *run) {
     plan_and_check_memory(run);
     net_alloc(&run->net);
     memory_plan_alloc(&run->plan);
-    run->evaluation.predicted = run->evaluation.totals + TOTALS;
     r->steps = r->all_steps + run->comm.rank * r->steps_capacity;
     if (loads_training_data(&run->comm))
         loader_init(&run->train_loader);
@@ -8045,24 +7947,15 @@ static void setup_weights(Run *run) {
 
 // Where a rank runs
 typedef struct Location {
-    char host[64], device[256], uuid[48];
+    char host[256];
+    DeviceInfo device;
 } Location;
-
-static Location own_location(const Run *run) {
-    const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
-    const char *host = node ? node : host_name();
-    Location own;
-    snprintf(own.host, sizeof own.host, "%.60s", host);
-    snprintf(own.device, sizeof own.device, "%.250s", run->device_info.name);
-    snprintf(own.uuid, sizeof own.uuid, "%s", run->device_info.uuid);
-    return own;
-}
 
 // Dies if two processes share a GPU, which is most likely a mistake.
 static void check_shared_gpus(const Location *locations, size_t count) {
     for (size_t r = 0; r < count; r++)
         for (size_t k = 0; k < r; k++)
-            if (strcmp(locations[r].uuid, locations[k].uuid) == 0 &&
+            if (strcmp(locations[r].device.uuid, locations[k].device.uuid) == 0 &&
                 strcmp(locations[r].host, locations[k].host) == 0)
                 die(EXIT_USAGE, "ranks %zu and %zu share a GPU on %s; add GPUs or --oversubscribe",
                     k, r, locations[r].host);
@@ -8081,22 +7974,24 @@ static const char *who_adds_gradients(const Communicator *c) {
 // A collective call: rank 0 prints the device of each rank, and ends the run if two share a GPU.
 static void print_ranks(Run *run) {
     Communicator *c = &run->comm;
+    const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
     if (c->world == 1)
         return;
     Location *locations = must_alloc(c->world * sizeof *locations, "the list of ranks");
-    locations[c->rank] = own_location(run);
+    Location *own = &locations[c->rank];
+    own->device = run->device_info;
+    snprintf(own->host, sizeof own->host, "%s", node ? node : host_name());
     all_gather(c, locations, sizeof *locations);
     if (!c->team && !c->settings->oversubscribe && *run->device_info.uuid)
         check_shared_gpus(locations, c->world);
     if (c->rank == 0) {
         for (size_t r = 0; r < c->world; r++) {
-            const Location *at = &locations[r];
-            const char *separator = *at->uuid ? ", " : "";
-            printf("Rank %zu: %s, %s%s%s\n", r, at->host, at->device, separator, at->uuid);
+            const DeviceInfo *d = &locations[r].device;
+            const char *separator = *d->uuid ? ", " : "";
+            printf("Rank %zu: %s, %s%s%s\n", r, locations[r].host, d->name, separator, d->uuid);
         }
-        char text[OPTION_TEXT_SIZE];
         printf("Gradients: %s, added up by %s\n",
-               option_text_by_name(text, &run->settings, "--parallel"), who_adds_gradients(c));
+               choice_word("--parallel", (int)run->settings.parallel), who_adds_gradients(c));
     }
     free(locations);
 }
@@ -8126,7 +8021,7 @@ static void check_ranks_agree(Run *run) {
 // parameters by dp_load().
 static void update_weights(Run *run) {
     if (at_log_interval(run) && !run->device->is_gpu)
-        check_gradients_finite(&run->net, run->net.grads, run->epoch, run->batch_index + 1);
+        check_gradients_finite(&run->net, run->epoch, run->batch_index + 1);
     if (!run->comm.dp || run->comm.rank == 0)
         optimizer_step(&run->net, run->optimizer_state);
 }
@@ -8141,23 +8036,18 @@ static bool uses_graph(const Run *run, const Batch *batch) {
     return run->settings.graph && run->graphs.kernels_loaded[step_kind(run, batch)];
 }
 
-// Returns all of a step as one CUDA graph, which has not run yet.
-static void *capture_step(Run *run, const Batch *batch) {
-    Net *net = &run->net;
-    run->device->capture(true);
-    compute_gradients(net, batch->n);
-    update_weights(run);
-    return run->device->capture(false);
-}
-
 // Runs a step as one CUDA graph, which is captured once.
 static BatchLoss replay_step(Run *run, const Batch *batch) {
     Net *net = &run->net;
     void **graph = &run->graphs.graph[step_kind(run, batch)];
-    if (*graph)
+    if (*graph) {
         net->batches_tracked++; // as forward() does
-    else
-        *graph = capture_step(run, batch);
+    } else {
+        run->device->capture(true);
+        compute_gradients(net, batch->n);
+        update_weights(run);
+        *graph = run->device->capture(false);
+    }
     run->device->replay(*graph);
     run->device->synchronize();
     const BatchLoss loss = average_losses(net->staging[0], batch->n); // where the graph copies it
@@ -8223,11 +8113,11 @@ static void finish_step(Run *run, const Batch *batch) {
 /* AT(LOAD, statement) executes the statement, and adds its time to this line of the profile and to
    PHASE_LOAD of the step, which is a column of steps.csv; what follows log_step() counts towards
    the next step. The statement may be an assignment. AT uses the variable `run` of its function. */
-#define AT(name, ...)                                                   \
-    do {                                                                \
-        double *const phase = &current_step(run)->phases[PHASE_##name]; \
-        clock_line(&run->clock, __LINE__, phase, #__VA_ARGS__);         \
-        __VA_ARGS__;                                                    \
+#define AT(name, ...)                                                          \
+    do {                                                                       \
+        double *const phase = &current_step(run)->phases[PHASE_##name];        \
+        clock_line(&run->clock, __LINE__ - TRAIN_BEGINS, phase, #__VA_ARGS__); \
+        __VA_ARGS__;                                                           \
     } while (0)
 
 enum { TRAIN_BEGINS = __LINE__ + 3 }; // the line with "static void train"
@@ -8271,7 +8161,7 @@ _Static_assert(TRAIN_ENDS - TRAIN_BEGINS < PROFILED_LINES,
 // Adds up the losses of this rank's share of the test set, and stores its predictions.
 static void test_batches(Run *run) {
     Net *net = &run->net;
-    double *totals = run->evaluation.totals;
+    double *totals = run->totals;
     loader_start(&run->test_loader, run->settings.seed, TEST_EPOCH, 0);
     const Batch *batch = loader_next(&run->test_loader);
     while (batch) {
@@ -8279,7 +8169,7 @@ static void test_batches(Run *run) {
         net_load(net, batch, 0);
         forward(net, batch->n, NULL);
         const BatchLoss loss = test_loss(net, batch->n);
-        store_predictions(net, batch, run->evaluation.predicted);
+        store_predictions(net, batch, totals + PREDICTIONS);
         totals[LOSS_SUM] += loss.mean * images;
         totals[IMAGES_TESTED] += images;
         totals[IMAGES_CORRECT] += loss.correct_images;
@@ -8290,7 +8180,7 @@ static void test_batches(Run *run) {
 
 // Tests this rank's share of the test set; the result covers all ranks.
 static void test(Run *run, EpochResult *result) {
-    double *totals = run->evaluation.totals;
+    double *totals = run->totals;
     const size_t count = count_totals(run);
     const double begin = now();
     memset(totals, 0, count * sizeof *totals);

@@ -10,10 +10,8 @@ static const char *suite;
 static const double epsilon = sizeof(real) == sizeof(double) ? DBL_EPSILON : FLT_EPSILON;
 
 // The words of --kernels and --precision for these kernels
-#define NAME_OF(kernels) \
-    choice_word((char[OPTION_TEXT_SIZE]){""}, "--kernels", (int)(kernels)->name)
-#define PRECISION_OF(kernels) \
-    choice_word((char[OPTION_TEXT_SIZE]){""}, "--precision", (int)(kernels)->precision)
+#define NAME_OF(kernels) choice_word("--kernels", (int)(kernels)->name)
+#define PRECISION_OF(kernels) choice_word("--precision", (int)(kernels)->precision)
 
 static char context[256]; // what the test is looking at; ends up in the failure
 static char failure[768]; // the first thing that went wrong in the test that runs; "" if nothing

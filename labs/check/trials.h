@@ -175,6 +175,5 @@ static const Kernels *kernels_in(KernelsChoice name, Precision precision) {
         if (k->precision == precision && (name == KERNELS_BEST || name == k->name))
             return k;
     }
-    wrong("there are no kernels for %s",
-          choice_word((char[OPTION_TEXT_SIZE]){""}, "--precision", (int)precision));
+    wrong("there are no kernels for %s", choice_word("--precision", (int)precision));
 }
