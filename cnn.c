@@ -263,11 +263,10 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
 // PARALLEL_FOR stands for #pragma omp parallel for schedule(static), which gives each thread an
 // equal part of the loop after it. Without OpenMP it expands to nothing.
-#define DO_PRAGMA(text) _Pragma(#text)
 #ifdef _OPENMP
 #include <omp.h>
 #define OPENMP_STATUS "OpenMP"
-#define PARALLEL_FOR DO_PRAGMA(omp parallel for schedule(static))
+#define PARALLEL_FOR _Pragma("omp parallel for schedule(static)")
 #else
 #define OPENMP_STATUS "no OpenMP: --kernels naive uses one thread"
 #define omp_set_num_threads(n) ((void)(n))
@@ -617,42 +616,28 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         bn_update_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-// Computes the statistics of this batch and updates the running ones.
-static void bn_batch_stats(Work w) {
+// weight / sqrt(variance + eps) of channel c, with the variance of the batch or, in evaluation, the
+// running one
+static real bn_scale(Work w, size_t c) {
     const size_t channels = w.l->in.c;
-    PARALLEL_FOR
-    for (size_t first = 0; first < channels; first += BN_BLOCK)
-        bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
-}
-
-// scale (=) of each channel, from the batch's statistics
-static void bn_batch_scale(Work w, real *scale) {
-    const size_t channels = w.l->in.c;
-    for (size_t c = 0; c < channels; c++)
-        scale[c] = w.weight[c] * w.stats[BATCH_INVERSE_STD * channels + c];
-}
-
-// scale (=) of each channel, from the running statistics
-static void bn_running_scale(Work w, real *scale) {
-    const size_t channels = w.l->in.c;
-    for (size_t c = 0; c < channels; c++)
-        scale[c] =
-            w.weight[c] * (1 / SQRT(w.stats[RUNNING_VARIANCE * channels + c] + (real)bn_eps));
+    if (is_training(w))
+        return w.weight[c] * w.stats[BATCH_INVERSE_STD * channels + c];
+    return w.weight[c] * (1 / SQRT(w.stats[RUNNING_VARIANCE * channels + c] + (real)bn_eps));
 }
 
 // out = (in - mean) * scale + bias
 static void batchnorm2d_forward_naive(Work w) {
     const size_t channels = w.l->in.c, m = bn_pixels(w);
+    const size_t mean_row = is_training(w) ? BATCH_MEAN : RUNNING_MEAN;
+    const real *mean = w.stats + mean_row * channels;
     real *restrict scale = w.scratch;
-    const real *mean;
     if (is_training(w)) {
-        bn_batch_stats(w);
-        bn_batch_scale(w, scale);
-        mean = w.stats + BATCH_MEAN * channels;
-    } else {
-        bn_running_scale(w, scale);
-        mean = w.stats + RUNNING_MEAN * channels;
+        PARALLEL_FOR
+        for (size_t first = 0; first < channels; first += BN_BLOCK)
+            bn_block_stats(w, first, min_size(BN_BLOCK, channels - first));
     }
+    for (size_t c = 0; c < channels; c++)
+        scale[c] = bn_scale(w, c);
     PARALLEL_FOR
     for (size_t i = 0; i < m; i++)
         for (size_t c = 0; c < channels; c++)
@@ -984,16 +969,15 @@ enum {
 
 // A mark is a numbered point in a replica's queue of operations, like an event in a CUDA stream.
 // The clock of train() uses the first CLOCK_MARKS numbers.
-// A row has two marks in each pass, its beginning and its end; zero_grad_row() counts as a row.
-enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64, ROW_MARKS = 2 * (MAX_LAYERS + 1) };
+enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64 };
 enum {
     // one for each bucket of gradients (section 10)
     BUCKET_MARKS = CLOCK_MARKS,
-    // with --layers and --trace: where each row begins and ends
-    FORWARD_MARKS = BUCKET_MARKS + MAX_BUCKETS,
-    BACKWARD_MARKS = FORWARD_MARKS + ROW_MARKS,
+    // with --layers and --trace, four for each row: where its forward pass begins and ends, and
+    // where its backward pass does. zero_grad_row() counts as a row.
+    ROW_MARKS = BUCKET_MARKS + MAX_BUCKETS,
     // the start of a trace
-    START_MARK = BACKWARD_MARKS + ROW_MARKS,
+    START_MARK = ROW_MARKS + 4 * (MAX_LAYERS + 1),
     MARKS // the number of marks
 };
 
@@ -1001,8 +985,7 @@ typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
 
 // The marks where a pass of a row begins and where it ends
 static inline size_t begin_mark(size_t row, RowPass pass) {
-    const size_t first = pass == BACKWARD_PASS ? BACKWARD_MARKS : FORWARD_MARKS;
-    return first + 2 * row;
+    return ROW_MARKS + 4 * row + 2 * pass;
 }
 
 static inline size_t end_mark(size_t row, RowPass pass) {
@@ -1481,18 +1464,18 @@ static void sync_folder(const char *file) {
 }
 
 static void atomic_commit(AtomicFile *f) {
-    const bool kept = *f->path != 0;
-    if (fflush(f->stream) != 0 || ferror(f->stream))
-        die_file("cannot write", f->temporary);
-    if (kept && fsync(fileno(f->stream)) != 0)
+    if (!*f->path) {
+        fclose(f->stream); // what was written is discarded
+        return;
+    }
+    if (fflush(f->stream) != 0 || ferror(f->stream) || fsync(fileno(f->stream)) != 0)
         die_file("cannot write", f->temporary);
     if (fclose(f->stream) != 0)
         die_file("cannot write", f->temporary);
-    if (kept && rename(f->temporary, f->path) != 0)
+    if (rename(f->temporary, f->path) != 0)
         die_file("cannot write", f->path);
     unfinished = NULL;
-    if (kept)
-        sync_folder(f->path);
+    sync_folder(f->path);
 }
 
 // ---- Limits of the machine
@@ -1535,15 +1518,13 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
 // of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *cgroup_file, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
-    double limit;
+    double limit = INFINITY; // if the line is "max"
     find_line(line, cgroup_file, "0::");
     if (!*line)
         return INFINITY;
     snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
     find_line(line, path, "");
-    const int numbers = sscanf(line, "%lf", &limit);
-    if (numbers != 1)
-        return INFINITY; // the line is "max"
+    sscanf(line, "%lf", &limit);
     return limit;
 }
 
@@ -1939,17 +1920,6 @@ static bool may_overwrite(const Net *net, size_t row) {
     return !kinds[net->layers[row].kind].needs_out && !kinds[net->layers[writer].kind].needs_out;
 }
 
-// Fuses a sum, whose other row is its residual.
-static void fuse_add(RowPlan *target, const Layer *l) {
-    target->fused.add = true;
-    target->residual = l->other;
-}
-
-static void fuse_relu(RowPlan *target) {
-    target->fused.relu = true;
-    target->fused.relu_backward = true;
-}
-
 /* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between
    them, and the ReLU before the convolution, if nothing else reads that. For example, in conv1 ->
    relu -> conv2 -> relu -> pool, where both ReLUs have been fused:
@@ -1980,10 +1950,15 @@ static bool has_kernels(const RowPlan *plan) {
 // Makes the kernels of row `target`, which compute the input of row i, compute row i as well.
 static void fuse_row(Net *net, size_t i, size_t target) {
     const Layer *l = &net->layers[i];
-    if (l->kind == ADD)
-        fuse_add(&net->row_plans[target], l);
-    if (l->kind == RELU)
-        fuse_relu(&net->row_plans[target]);
+    RowPlan *plan = &net->row_plans[target];
+    if (l->kind == ADD) {
+        plan->fused.add = true;
+        plan->residual = l->other;
+    }
+    if (l->kind == RELU) {
+        plan->fused.relu = true;
+        plan->fused.relu_backward = true;
+    }
     if (l->kind == MAXPOOL2D)
         fuse_pool(net, target, l);
     net->row_plans[i].computed_by = target;
@@ -2286,41 +2261,33 @@ static void make_normal(double pair[2]) {
     pair[1] = radius * sin(angle);
 }
 
-typedef enum { UNIFORM, NORMAL } Distribution;
-
-// x = four random numbers, uniform in [-1, 1) or standard normal
-static void draw_four(double x[4], Distribution distribution, const uint32_t bits[4]) {
-    for (size_t j = 0; j < 4; j++)
-        x[j] = (double)uniform(bits[j]);
-    if (distribution == NORMAL) {
-        make_normal(x);
-        make_normal(x + 2);
-        return;
-    }
-    for (size_t j = 0; j < 4; j++)
-        x[j] = 2 * x[j] - 1;
-}
-
-// param = factor * x, where x is uniform in [-1, 1) or standard normal. `tensor` is the tensor's
-// number, so that tensors differ.
-static void init_random(Net *net, real *param, size_t count, Distribution distribution, real factor,
+// param = factor * x, where x is standard normal or, if not, uniform in [-1, 1). `tensor` is the
+// tensor's number, so that tensors differ.
+static void init_random(Net *net, real *param, size_t count, bool normal, real factor,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
     for (size_t i = 0; i < count; i += 4) {
         uint32_t bits[4];
         double x[4];
         philox4x32(bits, (uint32_t)(i / 4), (uint32_t)tensor, 0, DRAW_INIT, seed);
-        draw_four(x, distribution, bits);
+        for (size_t j = 0; j < 4; j++) {
+            const double u = (double)uniform(bits[j]);
+            x[j] = normal ? u : 2 * u - 1;
+        }
+        if (normal) {
+            make_normal(x);
+            make_normal(x + 2);
+        }
         for (size_t j = 0; j < min_size(4, count - i); j++)
             net->staging[0][i + j] = (real)x[j] * factor;
     }
     net->device->copy(param, net->staging[0], count * sizeof(real));
 }
 
-// param = value
-static void init_constant(Net *net, real *param, size_t count, real value) {
+// param = 1
+static void init_ones(Net *net, real *param, size_t count) {
     for (size_t i = 0; i < count; i++)
-        net->staging[0][i] = value;
+        net->staging[0][i] = 1;
     net->device->copy(param, net->staging[0], count * sizeof(real));
 }
 
@@ -2332,21 +2299,18 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
     const real fan_in = (real)(l->weight_count / l->out.c), bound = 1 / SQRT(fan_in);
     const real fan_out = (real)(l->kernel_size * l->kernel_size * l->out.c);
-    const size_t weight_number = 2 * row, bias_number = 2 * row + 1;
-    const bool has_bias = l->bias_count > 0;
-    if (has_bias)
-        init_random(net, weight, l->weight_count, UNIFORM, bound, weight_number, seed);
-    else
-        init_random(net, weight, l->weight_count, NORMAL, SQRT(2 / fan_out), weight_number, seed);
-    init_random(net, bias, l->bias_count, UNIFORM, bound, bias_number, seed);
+    const bool normal = l->bias_count == 0;
+    const real factor = normal ? SQRT(2 / fan_out) : bound;
+    init_random(net, weight, l->weight_count, normal, factor, 2 * row, seed);
+    init_random(net, bias, l->bias_count, false, bound, 2 * row + 1, seed);
 }
 
 // Weights and running variances are 1. Biases and running means are 0, as after allocation.
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
-    init_constant(net, net->params + l->weight_offset, l->weight_count, 1);
+    init_ones(net, net->params + l->weight_offset, l->weight_count);
     real *stats = net->stats + net->row_plans[row].stats;
-    init_constant(net, stats + RUNNING_VARIANCE * l->out.c, l->out.c, 1);
+    init_ones(net, stats + RUNNING_VARIANCE * l->out.c, l->out.c);
 }
 
 static void init_weights(Net *net, uint64_t seed) {
@@ -3886,46 +3850,42 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
-// The length of an epoch's order: all images, and those that order_epoch() repeats
-static size_t order_size(const Dataset *data, const Consumer *consumer) {
-    return data->count + consumer->ranks - 1;
+// The bytes of an epoch's order: of all images, and of those that order_epoch() repeats
+static size_t order_bytes(const Loader *loader) {
+    return (loader->data->count + loader->consumer.ranks - 1) * sizeof *loader->order;
 }
 
 // Plans the memory of a loader with batches of batch_size images. loader_init() allocates it.
 static void loader_plan(Loader *loader, const Dataset *data, size_t batch_size, size_t workers,
                         Augmentation augment, Consumer consumer) {
     const Shape shape = data->info->shape;
-    const size_t order_bytes = order_size(data, &consumer) * sizeof *loader->order;
+    MemoryPlan *p = &loader->plan;
+    DeviceDataset *r = &loader->resident;
     *loader =
         (Loader){.data = data, .batch_size = batch_size, .workers = workers, .consumer = consumer};
     loader->lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     loader->changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     loader->shape = resized(shape, consumer.resize);
     loader->augment = augmentations[augment].augment;
-    loader->resident =
-        (DeviceDataset){.shape = shape, .factor = loader->shape.h / shape.h, .augment = augment};
     loader->slots = 2 * workers + 1; // PyTorch's prefetch_factor of 2, and the batch in use
-    loader->plan.device = consumer.device;
     if (!consumer.resident)
         loader->slot_size = align_up(batch_size * shape_size(loader->shape)) + ALIGN;
-    const size_t bytes = loader->slots * loader->slot_size * sizeof(real);
+    *r = (DeviceDataset){.shape = shape, .factor = loader->shape.h / shape.h, .augment = augment};
+    const size_t image_bytes = loader->slots * loader->slot_size * sizeof(real);
+    const size_t label_bytes = loader->slots * batch_size;
     const MemoryKind where = consumer.pinned ? PINNED_MEMORY : HOST_MEMORY;
-    memory_plan_add(&loader->plan, &loader->images, bytes, where, FOR_LOADER);
-    memory_plan_add(&loader->plan, &loader->labels, loader->slots * batch_size, where, FOR_LOADER);
-    memory_plan_add(&loader->plan, &loader->order, order_bytes, HOST_MEMORY, FOR_LOADER);
+    p->device = consumer.device;
+    memory_plan_add(p, &loader->images, image_bytes, where, FOR_LOADER);
+    memory_plan_add(p, &loader->labels, label_bytes, where, FOR_LOADER);
+    memory_plan_add(p, &loader->order, order_bytes(loader), HOST_MEMORY, FOR_LOADER);
     if (consumer.resident) {
-        memory_plan_add(&loader->plan, &loader->resident.images, data->count * shape_size(shape),
-                        DEVICE_MEMORY, FOR_DATA);
-        memory_plan_add(&loader->plan, &loader->resident.labels, data->count, DEVICE_MEMORY,
-                        FOR_DATA);
-        memory_plan_add(&loader->plan, &loader->resident.normalised, sizeof loader->normalised,
-                        DEVICE_MEMORY, FOR_DATA);
-        memory_plan_add(&loader->plan, &loader->resident.order, order_bytes, DEVICE_MEMORY,
-                        FOR_DATA);
+        memory_plan_add(p, &r->images, data->count * shape_size(shape), DEVICE_MEMORY, FOR_DATA);
+        memory_plan_add(p, &r->labels, data->count, DEVICE_MEMORY, FOR_DATA);
+        memory_plan_add(p, &r->normalised, sizeof loader->normalised, DEVICE_MEMORY, FOR_DATA);
+        memory_plan_add(p, &r->order, order_bytes(loader), DEVICE_MEMORY, FOR_DATA);
     } else if (consumer.device->is_gpu) {
-        memory_plan_add(&loader->plan, &loader->device_images, bytes, DEVICE_MEMORY, FOR_LOADER);
-        memory_plan_add(&loader->plan, &loader->device_labels, loader->slots * batch_size,
-                        DEVICE_MEMORY, FOR_LOADER);
+        memory_plan_add(p, &loader->device_images, image_bytes, DEVICE_MEMORY, FOR_LOADER);
+        memory_plan_add(p, &loader->device_labels, label_bytes, DEVICE_MEMORY, FOR_LOADER);
     }
 }
 
@@ -4025,12 +3985,11 @@ static void pause_workers(Loader *loader) {
 
 // Starts an epoch at its batch number `first`.
 static void loader_start(Loader *loader, uint64_t seed, size_t epoch, size_t first) {
-    const size_t order_bytes = order_size(loader->data, &loader->consumer) * sizeof *loader->order;
     pthread_mutex_lock(&loader->lock);
     pause_workers(loader);
     order_epoch(loader, seed, epoch);
     if (loader->consumer.resident)
-        loader->consumer.device->copy(loader->resident.order, loader->order, order_bytes);
+        loader->consumer.device->copy(loader->resident.order, loader->order, order_bytes(loader));
     memset(loader->filled, 0, loader->slots * sizeof *loader->filled);
     loader->started = first;
     loader->handed = first;

@@ -2557,16 +2557,12 @@ static real *bn_sums(Work w, size_t slice) {
 // Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
 static void bn_forward_channel(Work w, size_t pixels, size_t c) {
     const size_t channels = w.l->in.c;
-    const bool training = w.key != NULL;
+    const size_t mean_row = is_training(w) ? BATCH_MEAN : RUNNING_MEAN;
     real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
-    if (training)
+    if (is_training(w))
         bn_join_stats(w.stats, w.scratch, pixels, channels, c);
-    const real mean = w.stats[(training ? BATCH_MEAN : RUNNING_MEAN) * channels + c];
-    if (training)
-        scale[c] = w.weight[c] * w.stats[BATCH_INVERSE_STD * channels + c];
-    else
-        scale[c] =
-            w.weight[c] * (1 / SQRT(w.stats[RUNNING_VARIANCE * channels + c] + (real)bn_eps));
+    const real mean = w.stats[mean_row * channels + c];
+    scale[c] = bn_scale(w, c);
     shift[c] = w.bias[c] - mean * scale[c];
 }
 

@@ -145,8 +145,8 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
     // Each event on which a thread can sleep interrupts the host. A few of a step are enough: the
     // buckets', and the clock's, where this thread waits when it is several steps ahead.
     for (size_t i = 0; i < ALL_MARKS; i++)
-        CHECK(cudaEventCreateWithFlags(
-            &events[replica][i], i < FORWARD_MARKS ? cudaEventBlockingSync : cudaEventDefault));
+        CHECK(cudaEventCreateWithFlags(&events[replica][i],
+                                       i < ROW_MARKS ? cudaEventBlockingSync : cudaEventDefault));
 }
 
 // Name, driver and free memory of this thread's device.

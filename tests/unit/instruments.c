@@ -9,8 +9,8 @@ static void note_mark(size_t mark) {
 }
 
 static void note_kernel(void) {
-    const bool backward = last_mark >= BACKWARD_MARKS;
-    kernels_of_row[(last_mark - begin_mark(0, backward)) / 2][backward]++;
+    const size_t mark = last_mark - ROW_MARKS;
+    kernels_of_row[mark / 4][mark % 4 / 2]++; // a row has two marks in each pass
 }
 
 static void note_forward(Work w) {
