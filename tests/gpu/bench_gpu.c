@@ -26,7 +26,7 @@ enum { ROUNDS = 9, WALKS = 5, MAX_SAMPLES = 4096, MAX_WORDS = 64 };
 
 // One call in a step.
 typedef struct Sample {
-    const char *op, *name;     // name: of its layer, or empty
+    const char *op;
     double flops, bytes;       // at least
     double seconds[WALKS + 1]; // one for each repetition of the step; the first is a warm-up
 } Sample;
@@ -49,12 +49,11 @@ static size_t copy_bytes(void) {
    resolution of events does not matter; `grows`: a repetition changes its own input, so there must
    be few. */
 
-static Sample *next_sample(const char *op, const char *name, double flops, double bytes) {
+static Sample *next_sample(const char *op, double flops, double bytes) {
     if (sample_count == MAX_SAMPLES)
         die(1, "more than %d operations in a step; raise MAX_SAMPLES", MAX_SAMPLES);
     Sample *s = &samples[sample_count++];
     s->op = op;
-    s->name = name;
     s->flops = flops;
     s->bytes = bytes;
     return s;
@@ -67,9 +66,9 @@ static size_t repeats(const Sample *s, bool grows) {
     return grows ? min_size(wanted, 3) : wanted;
 }
 
-#define TIME(op, name, flops, bytes, grows, call)                            \
+#define TIME(op, flops, bytes, grows, call)                                  \
     do {                                                                     \
-        Sample *sample = next_sample(op, name, flops, bytes);                \
+        Sample *sample = next_sample(op, flops, bytes);                      \
         size_t count_ = repeats(sample, grows);                              \
         gpu->device->copy(copied[1], copied[0], copy_bytes());               \
         gpu->device->mark(0);                                                \
@@ -132,38 +131,36 @@ static double backward_bytes(Work w) {
 
 static void time_forward(Work w) {
     const LayerKind kind = w.l->kind;
-    TIME(costs[kind].names[0], w.l->name,
-         has_weight_matrix(w.l) ? (double)w.n * forward_flops(w.l) : 0, forward_bytes(w),
-         w.out == w.in && kind != RELU, layers[kind].forward(w));
+    TIME(costs[kind].names[0], has_weight_matrix(w.l) ? (double)w.n * forward_flops(w.l) : 0,
+         forward_bytes(w), w.out == w.in && kind != RELU, layers[kind].forward(w));
 }
 
 static void time_backward(Work w) {
     const LayerKind kind = w.l->kind;
     const double passes = has_weight_matrix(w.l) ? w.din ? 2 : 1 : 0;
     const bool sums = w.accumulate || w.accumulate_residual;
-    TIME(costs[kind].names[1], w.l->name, passes * (double)w.n * forward_flops(w.l),
-         backward_bytes(w), (sums || w.din == w.dout) && kind != RELU, layers[kind].backward(w));
+    TIME(costs[kind].names[1], passes * (double)w.n * forward_flops(w.l), backward_bytes(w),
+         (sums || w.din == w.dout) && kind != RELU, layers[kind].backward(w));
 }
 
 static void time_nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
                           const uint8_t *labels, size_t n, size_t batch, size_t classes,
                           double smoothing, LossScale *scale) {
-    TIME("nll_loss", "", 0, 8. * (double)(n * classes), false,
+    TIME("nll_loss", 0, 8. * (double)(n * classes), false,
          nll_loss(losses, correct, dlogp, logp, labels, n, batch, classes, smoothing, scale));
 }
 
 static void time_adadelta(Update u) {
-    TIME("adadelta", "", 0, (28. + (u.param16 ? 2 : 0)) * (double)u.count, true,
-         update[ADADELTA](u));
+    TIME("adadelta", 0, (28. + (u.param16 ? 2 : 0)) * (double)u.count, true, update[ADADELTA](u));
 }
 
 static void time_sgd(Update u) {
-    TIME("sgd", "", 0, ((u.momentum > 0 ? 20. : 12.) + (u.param16 ? 2 : 0)) * (double)u.count, true,
+    TIME("sgd", 0, ((u.momentum > 0 ? 20. : 12.) + (u.param16 ? 2 : 0)) * (double)u.count, true,
          update[SGD](u));
 }
 
 static void time_copy(void *to, const void *from, size_t bytes) {
-    TIME("copy", "", 0, 2. * (double)bytes, false, device->copy(to, from, bytes));
+    TIME("copy", 0, 2. * (double)bytes, false, device->copy(to, from, bytes));
 }
 
 // The kernels and the device of `gpu`, with the clock around each call
@@ -371,21 +368,6 @@ static void report_operations(FILE *json, const Case *c) {
     }
 }
 
-// Each call of a layer that has a name, for the JSON file only: there are too many to read.
-static void report_layers(FILE *json) {
-    const char *comma = "";
-    for (size_t i = 0; i < sample_count; i++) {
-        const Sample *s = &samples[i];
-        if (!*s->name || emulated)
-            continue;
-        fprintf(json, "%s\n      {\"op\": \"%s\", \"layer\": \"%s\", \"ms\": %.4f", comma, s->op,
-                s->name, 1e3 * s->seconds[0]);
-        fprintf(json, ", \"gflops\": %.1f, \"gb_per_s\": %.1f}", s->flops / s->seconds[0] / 1e9,
-                s->bytes / s->seconds[0] / 1e9);
-        comma = ",";
-    }
-}
-
 static void bench_case(FILE *json, const Case *c) {
     static Run run;
     time_operations(&run, setup_bench(&run, c, NULL));
@@ -399,11 +381,8 @@ static void bench_case(FILE *json, const Case *c) {
     if (json)
         fprintf(json, ",\n     \"operations\": [");
     report_operations(json, c);
-    if (json) {
-        fprintf(json, "],\n     \"layers\": [");
-        report_layers(json);
+    if (json)
         fprintf(json, "]}");
-    }
     fflush(stdout);
     free_bench(&run);
 }
