@@ -270,13 +270,6 @@ def set_threads(run, threads):
 # ---- Times
 
 
-@bad(("numbers", "lab00/epochs.csv", "img_per_s x seconds"))
-def speed_doubled(student):
-    run = student.run()
-    run.epochs[0]["img_per_s"] = str(2 * int(run.epochs[0]["img_per_s"]))
-    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
-
-
 @bad(("numbers", "lab00/epochs.csv", "times the measured peak"), name="all_times_divided")
 def all_times_divided(student):
     run = student.run()
@@ -292,13 +285,6 @@ def part_of_a_step(student):
     write_rows(student.path("runs/lab00/steps.csv"), run.steps)
 
 
-@bad(("numbers", "lab00/run.json", "of CPU time"))
-def more_cpu_time_than_cores(student):
-    run = student.run()
-    run.about["resources"]["cpu_s"] = run.about["resources"]["wall_s"] * (run.about["machine"]["cores"] + 3)
-    run.save_json()
-
-
 @bad(("numbers", "lab00-threads2/run.json", "a speed-up of at most 2.2"))
 def impossible_speedup(student):
     for threads, factor in (1, 1), (2, 0.2):
@@ -311,12 +297,6 @@ def impossible_peak(student):
     run = student.run()
     run.about["machine"]["peak_gflops"] = 1e6
     run.save_json()
-
-
-@bad(("numbers", "lab00/steps.csv", "20 steps = ceil(320 images / batch 16)"))
-def steps_left_out(student):
-    run = student.run()
-    write_rows(student.path("runs/lab00/steps.csv"), run.steps[:-2])
 
 
 @bad(("jobs", "lab00/run.json", "which sacct does not list"))
@@ -338,14 +318,6 @@ def longer_than_its_job(student):
 def peak_that_overflows(student):
     run = student.run()
     run.about["machine"]["peak_gflops"] = 10**400
-    run.save_json()
-
-
-@bad(("numbers", "lab00/run.json", "expected JSON, found the number 1000"))
-def wall_time_that_overflows(student):
-    run = student.run()
-    run.about["machine"]["slurm"] = "4711"
-    run.about["resources"]["wall_s"] = 10**400
     run.save_json()
 
 
@@ -389,13 +361,6 @@ def losses_that_overflow(student):
     run.save()
 
 
-@bad(("numbers", "lab00/epochs.csv", "a finite accuracy in epoch 1"))
-def accuracy_that_is_no_number(student):
-    run = student.run()
-    run.epochs[-1]["accuracy"] = "nan"
-    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
-
-
 @bad(("numbers", "lab00/run.json", "with the provenance measured"))
 def faked_and_supplied(student):
     run = fake_losses(student)
@@ -417,40 +382,7 @@ def faked_and_not_trained(student):
     run.save_json()
 
 
-@bad(("numbers", "lab00/epochs.csv", "the accuracy of predictions.csv"))
-def accuracy_raised(student):
-    run = student.run()
-    run.epochs[-1]["accuracy"] = "99.00"
-    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
-
-
-@bad(("numbers", "lab00/steps.csv", "as in epochs.csv"))
-def loss_lowered(student):
-    run = student.run()
-    run.epochs[-1]["train_loss"] = "0.1234"
-    write_rows(student.path("runs/lab00/epochs.csv"), run.epochs)
-
-
-@bad(("numbers", "lab00/predictions.csv", "found FileNotFoundError"))
-def without_predictions(student):
-    os.remove(student.run().folder + "/predictions.csv")
-
-
 # ---- Damaged, copied, from another seed
-
-
-@bad(("numbers", "lab00/steps.csv", "steps = ceil"))
-def truncated_csv(student):
-    student.run()
-    text = load(student.path("runs/lab00/steps.csv"))
-    save(student.path("runs/lab00/steps.csv"), text[:len(text) // 2])
-
-
-@bad(("numbers", "lab00/run.json", "expected JSON"))
-def truncated_json(student):
-    student.run()
-    text = load(student.path("runs/lab00/run.json"))
-    save(student.path("runs/lab00/run.json"), text[:len(text) // 2])
 
 
 @bad(("copied", "lab00/steps.csv", "20 of 20 steps"), ("copied", "lab00/steps.csv", "of liam_the_victim"))
@@ -535,13 +467,6 @@ def empty_command(student):
     run.save()
 
 
-@bad(("numbers", "lab00/steps.csv", "a finite loss"))
-def loss_that_is_no_number(student):
-    run = student.run()
-    run.steps[2]["loss"] = "nan"
-    write_rows(student.path("runs/lab00/steps.csv"), run.steps)
-
-
 @bad(("numbers", "runs", "RecursionError"))
 def deep_json(student):
     student.run()
@@ -551,38 +476,14 @@ def deep_json(student):
 # ---- Reports
 
 
-def edit(path, old, new):
-    """Of a file that make report writes: it is not to be written to."""
-    text = load(path)
-    os.remove(path)
-    save(path, re.sub(old, new, text))
-
-
-@bad(("report", "runs/tables.md", "the generated line '| provenance | measured |', found '| provenance | faster |'"))
-def tables_edited(student):
-    student.run()
-    student.report()
-    edit(student.path("runs/tables.md"), "provenance . measured", "provenance | faster")
-
-
-@bad(("report", "runs/report_full.md", "expected the generated line '| provenance | measured |'"))
-def tables_edited_in_the_report(student):
-    student.run()
-    student.report()
-    edit(student.path("runs/report_full.md"), "provenance . measured", "provenance | faster")
-
-
-@bad(("report", "runs/tables.md", "expected the generated line '| seconds, mean | "))
-def report_of_other_runs(student):
-    student.run(factor=0.4)
-    student.report()
-    student.run()
-
-
-@bad(("report", "runs/report.md", "your answer"))
-def report_without_answers(student):
+@bad(("report", "runs/tables.md", "the generated line '| provenance | measured |', found '| provenance | faster |'"),
+     ("report", "runs/report.md", "your answer"), ("report", "runs/report_full.md", "the generated line '> TODO: what"))
+def report_edited(student):
     student.run()
     save(student.path("runs/report.md"), student.report() + "\n> TODO: what did you learn?\n")
+    tables = load(student.path("runs/tables.md"))
+    os.remove(student.path("runs/tables.md"))  # as make report writes it, it is not to be written to
+    save(student.path("runs/tables.md"), tables.replace("provenance | measured", "provenance | faster"))
 
 
 # ---- Hostile ones
