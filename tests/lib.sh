@@ -161,7 +161,7 @@ status_of() { grep -oP '"status": "\K[a-z]+' "$1/run.json"; } # FOLDER
 
 # run_rows FOLDER: its steps and epochs, without times and rates
 run_rows() {
-    cut -d, -f1-6 "$1/steps.csv"
+    cut -d, -f1-6,16 "$1/steps.csv"
     cut -d, -f1,2,6,7,9- "$1/epochs.csv"
 }
 

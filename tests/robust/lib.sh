@@ -11,16 +11,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 small=(--model cifar --dataset synthetic --limit-train 10 --limit-test 10 --epochs 2 --threads 1
     --log-interval 2 --save-every 2steps)
 
-command -v python3 >/dev/null || skip run_folders "no python3, so only checkpoints are compared"
-# The rows of the run folder $1 that do not depend on the machine
-rows() { python3 "$repo/tests/robust/run_folder.py" "$1" 2>&1; }
-
 # undisturbed OPTIONS...: $tmp/good and the folder $tmp/good_run, which all others must equal
 undisturbed() {
     rm -rf "$tmp/good" "$tmp/good_run"
     run "$@" --checkpoint "$tmp/good" --out "$tmp/good_run"
     [ "$status" -eq 0 ] || fail undisturbed "exit 0" "exit $status, $(cat "$err")"
-    good_rows=$(rows "$tmp/good_run")
+    good_rows=$(run_rows "$tmp/good_run")
 }
 
 launcher=() # mpirun and its options, or nothing
@@ -28,8 +24,8 @@ launcher=() # mpirun and its options, or nothing
 # differs: what is not as in the undisturbed run, of $tmp/cwd/ck and the folder run beside it
 differs() {
     cmp -s ck "$tmp/good" || echo "another checkpoint; "
-    if [ "$(rows run)" != "$good_rows" ]; then
-        echo "other rows: $(diff <(rows run) <(echo "$good_rows") | grep '^[<>]' | head -n 1); "
+    if [ "$(run_rows run)" != "$good_rows" ]; then
+        echo "other rows: $(diff <(run_rows run) <(echo "$good_rows") | grep '^[<>]' | head -n 1); "
     fi
 }
 

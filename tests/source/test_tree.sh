@@ -39,7 +39,7 @@ tests/program     *.sh
 tests/ptx         *.cpp *.h *.sh
 tests/pytorch     *.c *.py
 tests/pytorch/golden *.txt
-tests/robust      *.c *.py *.sh
+tests/robust      *.c *.sh
 tests/source      *.py *.sh *.txt
 tests/unit        *.c *.h
 '
