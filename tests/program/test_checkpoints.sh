@@ -124,8 +124,7 @@ test_cosine() {
 
 kept=(model width stem dataset limit-train augment global-batch parallel bucket-mb optimizer lr
     momentum nesterov weight-decay label-smoothing schedule gamma step-size warmup-epochs lr-scaling seed
-    kernels resize)
-of_a_gpu=(precision layout) # tests/gpu/test_cuda.sh changes them
+    kernels resize precision layout)
 
 # differs NAME OPTIONS...: the checkpoint $tmp/base of the run "${base[@]}" is not resumed with them
 differs() {
@@ -135,48 +134,23 @@ differs() {
     refused "resume/refuses_$name" 2 "was saved with ${name%:*}=" "${base[@]}" \
         --checkpoint "$tmp/refused" --resume "$@"
     same_file "resume/refuses_$name/keeps_file" "$tmp/refused" "$tmp/base"
-    tried+=("${name%:*}")
 }
 
 test_resume_refuses() {
-    local tried=() base=("${cifar[@]}")
+    local base=("${cifar[@]}")
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss train_correct cnn.version cnn.checksum "${kept[@]}" "${of_a_gpu[@]}" | sort)" \
+    same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss train_correct cnn.version cnn.checksum "${kept[@]}" | sort)" \
         "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z._-]+(?=":")' | sort)"
+    # a word, a number, a switch, one that is computed, and one whose optimizer has other tensors
     differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
-    differs width --width 8
-    make_data
-    differs dataset --dataset mnist --data "$tmp/idx"
-    differs limit-train --limit-train 9
-    differs augment --augment crop-flip
-    differs global-batch --batch-size 5
-    differs global-batch:option --global-batch 5
-    differs parallel --parallel dp
-    differs bucket-mb --bucket-mb 1
-    differs optimizer --optimizer adadelta --momentum 0
     differs lr --lr 0.002
-    differs momentum --momentum 0.8
     differs momentum:0 --momentum 0
     differs nesterov --nesterov
-    differs weight-decay --weight-decay 0.1
-    differs label-smoothing --label-smoothing 0.1
-    differs schedule --schedule cosine
-    differs gamma --gamma 0.7
-    differs step-size --step-size 2
-    differs warmup-epochs --warmup-epochs 1
-    differs lr-scaling --lr-scaling linear
-    differs seed --seed 2
-    differs kernels --kernels naive
-    differs resize --resize 64
+    differs global-batch --batch-size 5
     # another version, with an option that this one lacks
     sed 's/"gamma"/"other"/' "$tmp/base" >"$tmp/other"
     refused resume/other_option 2 "$tmp/other: expected gamma in its metadata, found \"other=1\"; another version of cnn \
 wrote it: start afresh from its weights with --load" "${base[@]}" --checkpoint "$tmp/other" --resume
-    base=("${cifar[@]}" --model resnet8 --batch-size 4)
-    run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
-    differs stem --stem 7
-    same resume/tried_all "$(printf '%s\n' "${kept[@]}" | sort)" \
-        "$(printf '%s\n' "${tried[@]}" | sort -u)"
 }
 
 test_resume() {
@@ -333,7 +307,6 @@ import json, re, struct, sys
 data = open(sys.argv[1], "rb").read()
 length, = struct.unpack("<Q", data[:8])
 good, numbers = data[8:8 + length].decode(), data[8 + length:]
-HUGE = [4294967296, 4294967296]
 
 
 def write(name, word, text, numbers=numbers, length=None):
@@ -374,8 +347,6 @@ write("values_turned", "", json_text(turned), b"".join(
     numbers[slice(*header[name]["data_offsets"])] for name in turned))
 write("white_space", 'found ""__metadata__": {', json.dumps(json.loads(good)))
 write("metadata_last", 'a tensor of this model, found ""__metadata__"', json_text(header)[:-1] + ',"__metadata__":{"a":"b"}}')
-write("other_order", 'found ""fc3.weight":{"data_offsets"', good.replace(
-    last, '"fc3.weight":' + json_text(dict(reversed(entry.items())))))
 change("extra_tensor", 'a tensor of this model, found ""new"', numbers + bytes(4),
        new={"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]})
 change("missing_tensor", 'expected a tensor fc3.weight, found', numbers[:-SIZE], fc3_weight=None)
@@ -383,47 +354,27 @@ change("hole", "fc3.weight: expected its values at byte", numbers + bytes(4),
        fc3_weight={"data_offsets": [begin + 4, end + 4]})
 change("overlap", "fc3.weight: expected its values at byte", numbers[:-4],
        fc3_weight={"data_offsets": [begin - 4, end - 4]})
-change("turned_offsets", "%s,%s]}, found" % (end, end + SIZE), fc3_weight={"data_offsets": [end, begin]})
-other = header["fc2.weight"]["data_offsets"][0]
-change("same_place", "expected its values at byte", numbers[:-SIZE], fc3_weight={"data_offsets": [other, other + SIZE]})
-change("past_the_end", "fc3.weight: expected its values at byte",
-       fc3_weight={"data_offsets": [end, end + SIZE]})
-change("one_offset", "%s,%s]}, found" % (begin, end), fc3_weight={"data_offsets": [begin]})
 change("negative_offset", 'expected "fc3.weight":{', fc3_weight={"data_offsets": [-SIZE, 0]})
-change("float64", 'found ""fc3.weight":{"dtype":"F64"', numbers + bytes(SIZE), fc3_weight={
-    "dtype": "F64", "data_offsets": [begin, end + SIZE]})
 change("float16", 'found ""fc3.weight":{"dtype":"F16"', numbers[:-SIZE // 2], fc3_weight={
     "dtype": "F16", "data_offsets": [begin, end - SIZE // 2]})
-change("unknown_dtype", 'found ""fc3.weight":{"dtype":"F31"', fc3_weight={"dtype": "F31"})
-change("integers", 'found ""fc3.weight":{"dtype":"I32"', fc3_weight={"dtype": "I32"})
 change("turned_shape", '"shape":[84,10]', fc3_weight={"shape": [84, 10]})
-change("rank", '"shape":[1,10]', fc3_weight={"shape": [1, 10]})
-change("rank_5", '"shape":[1,1,1,1,10]', fc3_weight={"shape": [1, 1, 1, 1, 10]})
-change("huge_shape", '"shape":[4294967296,', fc3_weight={"shape": HUGE})
-change("huge_in_bytes", '"shape":[1073741824,', fc3_weight={"shape": [1 << 30, 1 << 30, 4]})
-change("huge_number", '"shape":[18446744073709551700', fc3_weight={"shape": [(1 << 64) + 84, 10]})
-change("shape_no_list", '"shape":10,', fc3_weight={"shape": 10})
+change("huge_shape", '"shape":[4294967296,', fc3_weight={"shape": [4294967296, 4294967296]})
 change("unknown_key", "%s,%s]}, found" % (begin, end), fc3_weight={"strides": [1]})
 for way in "module", "_orig_mod": # of DataParallel and torch.compile
     write(way, f"save net.{way}.state_dict() instead", good.replace("fc3.weight", way + ".fc3.weight"))
 change("optimizer", 'a tensor of this model, found ""optimizer.x"', numbers + bytes(4),
        optimizer_x={"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]})
-write("twice", "each tensor once", good.replace('"fc3.weight"', '"fc2.weight"'))
 write("one_twice", "each tensor once", good[:-1] + "," + last + "}")
-write("no_json", 'found "{"__metadata__"', "{" + good)
 for cut in range(1, len(good), len(good) // 20):
     write(f"cut_{cut}", "in its header: expected", good[:cut])
 write("trailing", 'found "}{}"', good + "{}")
 write("trailing_comma", 'found "}"', good[:-1] + ",}")
-write("escape", 'a tensor of this model, found ""fc3', good.replace("fc3.weight", "fc3\\u002ebias"))
 write("zero_byte", "no zero byte", good.replace("fc3.weight", "fc3.\0ias"))
 write("list", "starts with {", "[" + good + "]")
 write("empty", "starts with {", "")
 write("no_tensors", "found none", "{}", b"")
 write("longer_name", "a tensor of this model", good.replace("fc3.weight", "fc3.weight.fc3"))
-write("long_name", "a tensor of this model", good.replace("fc3.weight", 3000 * "x"))
 write("nested", 'metadata as "key":"value"', good.replace('{"format"', '{"a":{"b":"c"},"format"'))
-write("number", 'metadata as "key":"value"', good.replace('"format":"pt"', '"format":1'))
 write("backslash", "without backslashes", good.replace('"format":"pt"', '"format":"\\u0041"'))
 write("damaged", "damaged", good.replace('"format":"pt"', '"format":"pT"'))
 write("checksum_first", "damaged", re.sub(
@@ -433,16 +384,10 @@ write("first_version", "", re.sub(',"cnn.version".*?(?=})', "", good))
 write("much_metadata", "at most 4096 bytes of metadata",
       '{"__metadata__":{"a":"%s"},' % (9000 * "x") + good[good.index('"conv1.weight"'):])
 write("much_header", "at most 1048576", good + 1048577 * " ")
-write("blank", "starts with {", " " + good)
-for i, text in enumerate(('{', '{{{{{{{{', '{"a"}', '{"a":[[[[', '{"a":{"a":{', '{"a":{"dtype":"F32"}}', '{"abc',
-                          '{"a":{"shape":[', '{"a":{"shape":[-1]', '{"a":{"data_offsets":[0,1,2]', '{"a\nb":{}}',
-                          '{"__metadata__":{},')):
+for i, text in enumerate(('{', '{{', '{"abc', '{"__metadata__":{},')):
     write(f"garbage_{i}", "a tensor of this model", text, b"")
-write("garbage_end", "a comma and a tensor, or the end", '{"__metadata__":{}} x', b"")
 write("length_beyond", "at most 1048576", good, length=len(good) + len(numbers) + 1)
-write("length_-1", "at most 1048576", good, length=2 ** 64 - 1)
 write("length_-8", "at most 1048576", good, length=2 ** 64 - 8)
-write("length_2_63", "at most 1048576", good, length=2 ** 63)
 write("length_short", 'expected "fc3.weight"', good, length=good.index(last) + len(last) - 3)
 END
     same load/headers 0 $?
