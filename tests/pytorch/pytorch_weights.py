@@ -28,6 +28,7 @@ try:
 except (ImportError, OSError) as error:  # OSError: a shared library of it does not load
     print(f"skip pytorch_weights: {sys.executable} lacks PyTorch or torchvision: {error}")
     sys.exit()
+from live_pytorch import read_safetensors, write_safetensors
 from make_golden import CifarNet, mnist, resnet8
 
 CNN = os.path.realpath(os.environ.get("CNN", os.path.join(os.path.dirname(__file__), "../../cnn")))
@@ -57,31 +58,11 @@ NETS = {  # --model and other options: network, dataset, images to test, (mean, 
 try:
     from safetensors.torch import load_file, save_file
 except ImportError:
-    DTYPES = {torch.float32: "F32", torch.int64: "I64"}
-
     def save_file(tensors, path):
-        header, data = {}, b""
-        for name, tensor in tensors.items():
-            offsets = [len(data), len(data) + tensor.numel() * tensor.element_size()]
-            dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-            data += tensor.numpy().tobytes()
-        text = json.dumps(header, separators=(",", ":")).encode()  # as the library writes it
-        with open(path, "wb") as f:
-            f.write(struct.pack("<Q", len(text)) + text + data)
+        write_safetensors(path, {name: tensor.numpy() for name, tensor in tensors.items()})
 
     def load_file(path):
-        with open(path, "rb") as f:
-            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-            data = bytearray(f.read())
-        tensors = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                dtype = next(d for d, word in DTYPES.items() if word == entry["dtype"])
-                tensor = torch.frombuffer(data[begin:end], dtype=dtype)
-                tensors[name] = tensor.reshape(entry["shape"])
-        return tensors
+        return {name: torch.from_numpy(array.copy()) for name, array in read_safetensors(path).items()}
 
 
 # ---- Images, as files and as PyTorch takes them -------------------------------------------------
