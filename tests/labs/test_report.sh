@@ -365,6 +365,7 @@ test_implausible() {
     spoilt && sed -i 's/,100,6.0,17,/,100,3.0,33,/' spoilt/c2/epochs.csv
     found spoilt/seconds c2/steps.csv "expected 3.0 s in all steps of rank 0 in epoch 1" "found 6.0"
     spoil parts c2/steps.csv '3s/0,0\.37/0,0.47/' "seconds = sum of the phases in epoch 1, step 2"
+    spoil bounds c1/layers.csv '2s/50,1.000,compute/,1.000,/' "a bound and a percentage in all rows, or in none" "6 of 7"
     spoil linear c1/layers.csv 's/95,1.000,compute/180,1.000,compute/' "fc1, bound by compute: at most 150 %" "found 180 %"
     spoil conv c1/layers.csv '/^conv1/s/,1.0,2.0/,0.1,2.9/' "forward of conv1: at most 150 %" "found 500 %"
     spoil winograd c1/layers.csv '/^conv2/s/,0.16,/,0.05,/' "forward of conv2: at most 600 %" "found 706 %"
