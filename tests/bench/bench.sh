@@ -9,15 +9,7 @@ cd "$(dirname "$0")/../.." || exit 1
 threads=${THREADS:-"1 $(nproc)"}
 nets=${NETS:-"mnist,64 cifar64,50 cifar64,250 cifar6,100 resnet18,32 resnet50,32"}
 
-# Debian's torch belongs to the system's python3, which need not be the first in PATH.
-python=
-for candidate in "${PYTHON:-python3}" /usr/bin/python3; do
-    if "$candidate" -c 'import torch' 2>/dev/null; then
-        python=$candidate
-        break
-    fi
-done
-[ -n "$python" ] || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
+python=$(tests/python_with.sh torch) || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
 
 # ours NET BATCH THREADS: the line of build/bench; cifar64 is --model cifar --width 64
 ours() {

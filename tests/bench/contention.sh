@@ -63,14 +63,7 @@ theirs() {
         --seconds "$each" 2>/dev/null | grep -oP '\bimg_per_s=\K[0-9.]+' | tail -n 1
 }
 
-python=
-for candidate in "${PYTHON:-python3}" /usr/bin/python3; do
-    if "$candidate" -c 'import torch' 2>/dev/null; then
-        python=$candidate
-        break
-    fi
-done
-[ -n "$python" ] || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
+python=$(tests/python_with.sh torch) || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
 
 for ((round = 1; round <= rounds; round++)); do
     for load in $loads; do

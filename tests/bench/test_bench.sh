@@ -9,6 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 
 mkdir -p tests/bench build
 cp "$repo/tests/bench/bench.sh" tests/bench
+cp "$repo/tests/python_with.sh" tests
 pretend() { # PROGRAM <SCRIPT
     { echo '#!/bin/sh' && cat; } >"$1"
     chmod +x "$1"
