@@ -67,58 +67,14 @@ template <class T> struct Both {
 
 /* ==== Wrappers of inline PTX ================================================================== */
 
-static __device__ __forceinline__ void mma_bf16(float *d, const uint32_t *a, const uint32_t *b) {
-#ifdef CUDA_ON_CPU
-    emu_mma_m16n8k16_bf16(d, a, b, d);
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
-
-static __device__ __forceinline__ void mma_f16(float *d, const uint32_t *a, const uint32_t *b) {
-#ifdef CUDA_ON_CPU
-    emu_mma_m16n8k16_f16(d, a, b, d);
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
-
-static __device__ __forceinline__ void mma_tf32(float *d, const uint32_t *a, const uint32_t *b) {
-#ifdef CUDA_ON_CPU
-    emu_mma_m16n8k8_tf32(d, a, b, d);
-#else
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
-
-template <bool TRANSPOSED>
 static __device__ __forceinline__ void ldmatrix_x4(uint32_t *registers, const void *row) {
 #ifdef CUDA_ON_CPU
-    emu_ldmatrix_x4(registers, row, TRANSPOSED);
+    emu_ldmatrix_x4(registers, row, false);
 #else
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(row);
-    if (TRANSPOSED) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]),
-                       "=r"(registers[3])
-                     : "r"(address)
-                     : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]),
-                       "=r"(registers[3])
-                     : "r"(address)
-                     : "memory");
-    }
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
 #endif
 }
 
@@ -265,101 +221,6 @@ __global__ void convert(uint16_t *halves, uint16_t *bfloats, float *back, const 
         memcpy(bfloats + i, &bfloat, 2);
         back[2 * i] = __half2float(half_number);
         back[2 * i + 1] = __bfloat162float(bfloat);
-    }
-}
-
-static const int M = 16, N = 8, K = 16;
-
-__host__ __device__ uint16_t bits_of(float x, bool bfloat) {
-    uint16_t bits;
-    if (bfloat) {
-        __nv_bfloat16 number = __float2bfloat16(x);
-        memcpy(&bits, &number, 2);
-    } else {
-        __half number = __float2half(x);
-        memcpy(&bits, &number, 2);
-    }
-    return bits;
-}
-
-// d[16][8] = a[16][16] b[16][8] by one warp: cp.async to shared memory, ldmatrix, mma. Every block
-// does the same.
-__global__ void tensor_product(float *d, const uint16_t *a, const uint16_t *b, bool bfloat) {
-    __shared__ __align__(16) uint16_t tile_a[M][K];
-    __shared__ __align__(16)
-        uint16_t tile_b[2 * K][N]; // half of it zeros, as four matrices are loaded
-    int lane = threadIdx.x;
-    d += blockIdx.x * (M * N + 64);
-    cp_async16(&tile_a[lane / 2][lane % 2 * 8], a + lane * 8, 16);
-    cp_async_commit();
-    cp_async16(tile_b[lane], lane < K ? b + lane * N : b, lane < K ? 16 : 0);
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
-    uint32_t from_a[4], from_b[4];
-    ldmatrix_x4<false>(from_a, &tile_a[lane % 8 + lane / 8 % 2 * 8][lane / 16 * 8]);
-    ldmatrix_x4<true>(from_b, tile_b[lane]);
-    float sums[4] = {};
-    if (bfloat) {
-        mma_bf16(sums, from_a, from_b);
-    } else {
-        mma_f16(sums, from_a, from_b);
-    }
-    for (int i = 0; i < 4; i++) {
-        d[(lane / 4 + i / 2 * 8) * N + lane % 4 * 2 + i % 2] = sums[i];
-    }
-    for (int i = 0; i < 2; i++) { // what was beyond the end must be zero
-        d[M * N + lane * 2 + i] = (float)from_b[2 + i];
-    }
-}
-
-// The same from registers filled by the tables of the PTX manual; tf32 has k = 8.
-__global__ void from_registers(float *d, const float *a, const float *b, int type) {
-    int lane = threadIdx.x, g = lane / 4, q = lane % 4;
-    uint32_t from_a[4], from_b[2];
-    for (int r = 0; r < 4; r++) {
-        int row = g + r % 2 * 8;
-        if (type == 2) {
-            // tf32 ignores the low 13 bits of a float, whatever they are.
-            from_a[r] = __float_as_uint(a[row * 8 + q + r / 2 * 4]) | 0x1fff;
-        } else {
-            const float *pair = a + row * K + q * 2 + r / 2 * 8;
-            from_a[r] = bits_of(pair[0], type) | (uint32_t)bits_of(pair[1], type) << 16;
-        }
-    }
-    for (int r = 0; r < 2; r++) {
-        if (type == 2) {
-            from_b[r] = __float_as_uint(b[(q + r * 4) * N + g]);
-        } else {
-            const float *pair = b + (q * 2 + r * 8) * N + g;
-            from_b[r] = bits_of(pair[0], type) | (uint32_t)bits_of(pair[N], type) << 16;
-        }
-    }
-    float sums[4] = {1, 2, 3, 4};
-    if (type == 2) {
-        mma_tf32(sums, from_a, from_b);
-    } else if (type == 1) {
-        mma_bf16(sums, from_a, from_b);
-    } else {
-        mma_f16(sums, from_a, from_b);
-    }
-    for (int i = 0; i < 4; i++) {
-        d[(g + i / 2 * 8) * N + q * 2 + i % 2] = sums[i] - (float)(i + 1);
-    }
-}
-
-__global__ void ldmatrix_layout(uint32_t *plain, uint32_t *transposed) {
-    __shared__ __align__(16) uint16_t tile[32][8];
-    for (int i = 0; i < 8; i++) {
-        tile[threadIdx.x][i] = (uint16_t)(threadIdx.x * 8 + i);
-    }
-    __syncthreads();
-    uint32_t registers[4], flipped[4];
-    ldmatrix_x4<false>(registers, tile[threadIdx.x]);
-    ldmatrix_x4<true>(flipped, tile[threadIdx.x]);
-    for (int m = 0; m < 4; m++) {
-        plain[threadIdx.x * 4 + m] = registers[m];
-        transposed[threadIdx.x * 4 + m] = flipped[m];
     }
 }
 
@@ -523,65 +384,6 @@ static void test_conversions() {
                                  : fabsf(as_bfloat - known[i].number) <= size * 0x1p-8f;
     }
     passes("conversions", right);
-}
-
-/* ---- Tensor cores */
-
-static void test_tensor_cores() {
-    Both<float> a(M * K), b(K * N), d(2 * (M * N + 64));
-    Both<uint16_t> a_bits(M * K), b_bits(K * N);
-    for (int type = 0; type < 3; type++) { // half, bfloat16, tf32
-        int k_size = type == 2 ? 8 : K;
-        for (int i = 0; i < M * K; i++) {
-            a.host[i] = number(i);
-            a_bits.host[i] = bits_of(a.host[i], type);
-        }
-        for (int i = 0; i < K * N; i++) {
-            b.host[i] = number(i + 5);
-            b_bits.host[i] = bits_of(b.host[i], type);
-        }
-        a.up(), b.up(), a_bits.up(), b_bits.up();
-        for (int loaded = 0; loaded < (type == 2 ? 1 : 2); loaded++) {
-            if (loaded) {
-                tensor_product<<<2, 32>>>(d.gpu, a_bits.gpu, b_bits.gpu, type);
-            } else {
-                from_registers<<<1, 32>>>(d.gpu, a.gpu, b.gpu, type);
-            }
-            d.down();
-            bool right = true;
-            for (int i = 0; i < M * N; i++) {
-                float sum = 0;
-                for (int k = 0; k < k_size; k++) {
-                    sum += a.host[i / N * k_size + k] * b.host[k * N + i % N];
-                }
-                right &= d.host[i] == sum;
-            }
-            for (int i = M * N; i < d.n && loaded; i++) {
-                right &= d.host[i] == (i < d.n / 2 ? 0 : d.host[i - d.n / 2]);
-            }
-            const char *names[3][2] = {{"mma_f16", "mma_f16_from_shared_memory"},
-                                       {"mma_bf16", "mma_bf16_from_shared_memory"},
-                                       {"mma_tf32", ""}};
-            passes(names[type][loaded], right);
-        }
-    }
-}
-
-static void test_ldmatrix() {
-    Both<uint32_t> plain(32 * 4), transposed(32 * 4);
-    ldmatrix_layout<<<1, 32>>>(plain.gpu, transposed.gpu);
-    plain.down(), transposed.down();
-    bool right = true;
-    for (int lane = 0; lane < 32; lane++) {
-        for (int m = 0; m < 4; m++) {
-            int row = lane / 4, column = lane % 4 * 2; // the elements hold their own index
-            uint32_t first = (uint32_t)(m * 64 + row * 8 + column);
-            uint32_t flipped = (uint32_t)(m * 64 + column * 8 + row);
-            right &= plain.host[lane * 4 + m] == (first | (first + 1) << 16);
-            right &= transposed.host[lane * 4 + m] == (flipped | (flipped + 8) << 16);
-        }
-    }
-    passes("ldmatrix", right);
 }
 
 /* ---- Streams, events, devices, graphs */
@@ -1012,7 +814,7 @@ __global__ void loads_matrix(uint32_t *a, int shift) {
     }
     __syncthreads();
     uint32_t registers[4];
-    ldmatrix_x4<false>(registers, tile + threadIdx.x * 8 + shift);
+    ldmatrix_x4(registers, tile + threadIdx.x * 8 + shift);
     for (int m = 0; m < 4; m++) {
         a[threadIdx.x * 4 + m] = registers[m];
     }
@@ -1375,8 +1177,6 @@ static void test_all() {
     test_warp_operations();
     test_atomics();
     test_conversions();
-    test_tensor_cores();
-    test_ldmatrix();
     test_streams();
     test_events();
     test_graph();
