@@ -1,5 +1,5 @@
 /* Tests of cuda_on_cpu.h: correct kernels, and kernels with a planted bug that the emulator must
-   report. On a GPU (nvcc -arch=sm_80 tests/emulator/emulator_test.cu) the correct ones pass as well.
+   report.
 
      emulator_test               all correct kernels: prints lines `pass emulator/NAME`
      emulator_test bug_NAME      one planted bug, which the emulator reports
@@ -64,46 +64,6 @@ template <class T> struct Both {
         CHECK(cudaStreamSynchronize(stream));
     }
 };
-
-/* ==== Wrappers of inline PTX ================================================================== */
-
-static __device__ __forceinline__ void ldmatrix_x4(uint32_t *registers, const void *row) {
-#ifdef CUDA_ON_CPU
-    emu_ldmatrix_x4(registers, row, false);
-#else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(row))
-                 : "memory");
-#endif
-}
-
-static __device__ __forceinline__ void cp_async16(void *to, const void *from, int bytes) {
-#ifdef CUDA_ON_CPU
-    emu_cp_async16(to, from, bytes);
-#else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                     (uint32_t)__cvta_generic_to_shared(to)),
-                 "l"(from), "r"(bytes)
-                 : "memory");
-#endif
-}
-
-static __device__ __forceinline__ void cp_async_commit() {
-#ifdef CUDA_ON_CPU
-    emu_cp_async_commit();
-#else
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-template <int PENDING> static __device__ __forceinline__ void cp_async_wait() {
-#ifdef CUDA_ON_CPU
-    emu_cp_async_wait(PENDING);
-#else
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-#endif
-}
 
 /* ==== Correct kernels ========================================================================= */
 
@@ -779,15 +739,15 @@ static void divergent_shuffle(bool mended) {
 
 __global__ void copies(float *a, const float *from, int shift, int waits) {
     __shared__ __align__(16) float s[64];
-    cp_async16(&s[threadIdx.x * 4 % 32 + shift], from, 16);
-    cp_async_commit();
+    emu_cp_async16(&s[threadIdx.x * 4 % 32 + shift], from, 16);
+    emu_cp_async_commit();
     if (waits == 2) {
-        cp_async_wait<0>();
+        emu_cp_async_wait(0);
     }
     __syncthreads();
     a[threadIdx.x] = s[threadIdx.x * 4 % 32];
     if (waits == 1) { // too late
-        cp_async_wait<0>();
+        emu_cp_async_wait(0);
     }
 }
 static void run_copies(const char *name, int shift, int waits) {
@@ -814,7 +774,7 @@ __global__ void loads_matrix(uint32_t *a, int shift) {
     }
     __syncthreads();
     uint32_t registers[4];
-    ldmatrix_x4(registers, tile + threadIdx.x * 8 + shift);
+    emu_ldmatrix_x4(registers, tile + threadIdx.x * 8 + shift, false);
     for (int m = 0; m < 4; m++) {
         a[threadIdx.x * 4 + m] = registers[m];
     }
@@ -1185,9 +1145,7 @@ static void test_all() {
 }
 
 int main(int argc, char **argv) {
-#ifdef CUDA_ON_CPU
     fprintf(stderr, "%s\n", cuda_emulated());
-#endif
     const char *what = argc > 1 ? argv[1] : "";
     bool known = !*what;
     if (!*what) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests cuda_on_cpu.h: emulator_test.cu must pass in every build and order of threads; each bug
 # planted in it must be reported, and no longer when it is fixed.
-# CXX=COMPILER: another than g++; CLANGXX, NVCC likewise. QUICK=1: only the plain build.
+# CXX=COMPILER: another than g++; CLANGXX likewise. QUICK=1: only the plain build.
 # Prints `pass emulator/NAME`, `fail emulator/NAME: expected ..., found ...` or
 # `skip emulator/NAME: why`.
 suite=emulator
@@ -12,7 +12,6 @@ unset CUDA_VISIBLE_DEVICES CUEMU_CLOCK CUEMU_LEAKS CUEMU_DEVICES CUEMU_MEMORY CU
 unset CUEMU_STRICT CUEMU_FAIL CUEMU_GRID CUEMU_SM
 ulimit -c 0
 gxx=${CXX:-g++} clangxx=${CLANGXX:-clang++}
-nvcc=${NVCC:-$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc)}
 
 # rewrite FILE.cu: to stdout
 rewrite() { echo "#line 1 \"$1\"" && sed -f "$repo/tests/emulator/cuda_on_cpu.sed" "$1"; }
@@ -242,16 +241,6 @@ test_counting() {
     counted copies_fours 1 "16 (256)" "16 (256)" "0 (0)" "0 (0)"
 }
 
-test_nvcc() {
-    if [ -z "$nvcc" ]; then
-        skip nvcc "it is not installed"
-        return
-    fi
-    "$nvcc" -std=c++17 -arch=sm_80 -Xcompiler -Wall,-Wextra -c "$repo/tests/emulator/emulator_test.cu" \
-        -o "$tmp/nvcc.o" >"$err" 2>&1
-    same nvcc "exit 0, " "exit $?, $(cat "$err")"
-}
-
 if ! command -v "$gxx" >/dev/null; then
     skip all "$gxx is not installed"
     exit 0
@@ -268,6 +257,5 @@ fi
 test_address_sanitizer
 test_race_detector
 test_counting
-test_nvcc
 same tried_all "$(sort "$tmp/bugs")" "$(printf '%s\n' "${tried[@]}" | sort -u)"
 exit 0
