@@ -81,40 +81,6 @@ __global__ void scale(float *a, float factor, int n) {
     }
 }
 
-// One sum per block: warps by shuffles, then their sums in shared memory. Ragged: n is any number.
-__global__ void __launch_bounds__(256) block_sums(float *sums, const float *a, int n) {
-    __shared__ float of_warp[8];
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    float sum = i < n ? a[i] : 0;
-    for (int d = 16; d > 0; d /= 2) {
-        sum += __shfl_down_sync(0xffffffff, sum, d);
-    }
-    if (threadIdx.x % 32 == 0) {
-        of_warp[threadIdx.x / 32] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int w = 1; w < (int)blockDim.x / 32; w++) {
-            sum += of_warp[w];
-        }
-        sums[blockIdx.x] = sum;
-    }
-}
-
-// Through a tile with a column of padding; the grid has two dimensions.
-template <int TILE> __global__ void transpose(float *to, const float *from, int rows, int columns) {
-    __shared__ float tile[TILE][TILE + 1];
-    int x = blockIdx.x * TILE + threadIdx.x, y = blockIdx.y * TILE + threadIdx.y;
-    if (x < columns && y < rows) {
-        tile[threadIdx.y][threadIdx.x] = from[y * columns + x];
-    }
-    __syncthreads();
-    x = blockIdx.y * TILE + threadIdx.x, y = blockIdx.x * TILE + threadIdx.y;
-    if (x < rows && y < columns) {
-        to[y * rows + x] = tile[threadIdx.x][threadIdx.y];
-    }
-}
-
 // Every thread takes over its neighbour's number, `rounds` times, between barriers.
 __global__ void rounds_of_barriers(float *a, int rounds) {
     extern __shared__ float4 numbers[];
@@ -184,62 +150,7 @@ __global__ void convert(uint16_t *halves, uint16_t *bfloats, float *back, const 
     }
 }
 
-static float number(int i) { // small integers: sums of products are exact
-    return (float)((i * 7919 + 13) % 9 - 4);
-}
-
 /* ---- Kernels */
-
-static void test_elementwise() {
-    bool right = true;
-    for (int n = 1; n < 600; n = n * 3 + 1) { // ragged
-        Both<float> a(n);
-        fill<<<(n + 63) / 64, 64>>>(a.gpu, 3, n);
-        scale<<<dim3((n + 63) / 64), dim3(64), 0, nullptr>>>(a.gpu, 2, n);
-        a.down();
-        for (int i = 0; i < n; i++) {
-            right &= a.host[i] == 6;
-        }
-    }
-    passes("elementwise", right);
-}
-
-static void test_block_sums() {
-    bool right = true;
-    for (int n : {1, 31, 256, 257, 1000}) {
-        int blocks = (n + 255) / 256;
-        Both<float> a(n), sums(blocks);
-        float expected = 0, found = 0;
-        for (int i = 0; i < n; i++) {
-            expected += a.host[i] = number(i);
-        }
-        a.up();
-        block_sums<<<blocks, 256>>>(sums.gpu, a.gpu, n);
-        sums.down();
-        for (int i = 0; i < blocks; i++) {
-            found += sums.host[i];
-        }
-        right &= found == expected;
-    }
-    passes("block_sums", right);
-}
-
-static void test_transpose() {
-    const int ROWS = 21, COLUMNS = 37, TILE = 16;
-    Both<float> from(ROWS * COLUMNS), to(ROWS * COLUMNS);
-    for (int i = 0; i < ROWS * COLUMNS; i++) {
-        from.host[i] = (float)i;
-    }
-    from.up();
-    dim3 grid((COLUMNS + TILE - 1) / TILE, (ROWS + TILE - 1) / TILE), block(TILE, TILE);
-    transpose<TILE><<<grid, block>>>(to.gpu, from.gpu, ROWS, COLUMNS);
-    to.down();
-    bool right = true;
-    for (int i = 0; i < ROWS * COLUMNS; i++) {
-        right &= to.host[i] == (float)(i % ROWS * COLUMNS + i / ROWS);
-    }
-    passes("transpose", right);
-}
 
 static void test_barriers() {
     const int THREADS = 96, ROUNDS = 5;
@@ -888,6 +799,13 @@ static void empty_grid(bool mended) {
     passes("empty_grid", a.host[0] == 1);
 }
 
+static void tall_grid(bool mended) { // in y
+    Both<float> a(64);
+    fill<<<dim3(1, mended ? 1 : 2), 64>>>(a.gpu, 1, 64);
+    a.down();
+    passes("tall_grid", a.host[0] == 1);
+}
+
 static void wrong_direction(bool mended) {
     Both<float> a(64);
     CHECK(cudaMemcpy(a.gpu, a.host, a.bytes(),
@@ -1107,6 +1025,7 @@ static const struct {
     BUG(much_shared),
     BUG(many_threads),
     BUG(empty_grid),
+    BUG(tall_grid),
     BUG(wrong_direction),
     BUG(long_copy),
     BUG(wrong_peer),
@@ -1129,9 +1048,6 @@ static const struct {
 static void test_all() {
     int devices;
     CHECK(cudaGetDeviceCount(&devices));
-    test_elementwise();
-    test_block_sums();
-    test_transpose();
     test_barriers();
     test_much_shared_memory();
     test_warp_operations();
