@@ -166,12 +166,6 @@ inline uint16_t half_bits(float x) { // sign, 5 bits of exponent, 10 of mantissa
     unsigned mantissa = (unsigned)lrintf(ldexpf(x, 10 - exponent));
     return (uint16_t)(sign | (((unsigned)(exponent + 14) << 10) + mantissa));
 }
-inline float compute_half_value(uint32_t bits) {
-    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    float size = (float)(exponent ? mantissa + 1024 : mantissa);
-    size = exponent == 31 ? (mantissa ? NAN : INFINITY) : ldexpf(size, std::max(exponent, 1) - 25);
-    return bits & 0x8000 ? -size : size;
-}
 inline float half_value(uint32_t bits) {
     uint32_t size = bits & 0x7fff, bias = size < 0x7c00 ? 127 - 15 : 2 * (127 - 15); // or infinite
     float normal = __uint_as_float((size << 13) + (bias << 23)), subnormal = (float)size * 0x1p-24f;

@@ -207,7 +207,7 @@ static void test_atomics() {
     passes("fence_and_ticket", result.host[0] == 210);
 }
 
-// Every half; and known conversions of floats, ties, subnormal numbers and infinities among them.
+// Known conversions of floats, ties, subnormal numbers and infinities among them.
 static void test_conversions() {
     const struct {
         float number;
