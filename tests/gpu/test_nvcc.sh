@@ -2,9 +2,9 @@
 # Compiles cnn_kernels.cu with nvcc for old and new GPUs: no warning, no spilled register, only what CUDA 11 has, and a
 # ./cnn that starts without a GPU. Needs no GPU. __launch_bounds__ in the kernels says how many blocks have to fit on a
 # multiprocessor: where the registers do not suffice, nvcc spills them.
-# build/registers.txt gets what depends on nvcc's version: registers and memory of every kernel, and, where
-# cuobjdump and nvdisasm are, the multiply-adds of its main loop; nvcc alone comes without these two: pip install
-# nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, in .venv.
+# build/registers.txt gets what depends on nvcc's version: registers and memory of every kernel. The machine code is
+# read with cuobjdump and nvdisasm, without which nvcc alone comes: pip install nvidia-cuda-cuobjdump
+# nvidia-cuda-nvdisasm, in .venv.
 # QUICK=1: only sm_80. What make has just compiled for tests/ptx is not compiled again. NVCC=PATH: another.
 # Prints `pass nvcc/NAME`, `fail nvcc/NAME: expected ..., found ...` or `skip nvcc/NAME: why`.
 suite=nvcc
@@ -45,62 +45,17 @@ resources() {
 # in_memory <RESOURCES: kernels that keep numbers of a thread in memory
 in_memory() { awk '$3 > 0 || $4 > 0'; }
 
-# loops <MACHINE CODE: a line `KERNEL MULTIPLY_ADDS INSTRUCTIONS` of each kernel's loop that has the most
-# multiply-adds, of tensor kernels those of the tensor cores
-loops() {
-    awk '
-        function number(hex,    i, value) {
-            for (i = 1; i <= length(hex); i++)
-                value = 16 * value + index("0123456789abcdef", substr(hex, i, 1)) - 1
-            return value
-        }
-        function report(    i, j, adds, most, all, kind) {
-            kind = kernel ~ /tensor_kernel/ ? "^HMMA" : "^FFMA"
-            for (i = 0; i < count; i++) {
-                if (target[i] == "" || target[i] >= address[i])
-                    continue
-                adds = 0
-                for (j = i; j >= 0 && address[j] >= target[i]; j--)
-                    adds += operation[j] ~ kind
-                if (adds > most) {
-                    most = adds
-                    all = i - j
-                }
-            }
-            if (most)
-                print kernel ";" most, all
-            count = 0
-        }
-        /Function :/ { report(); kernel = $3 }
-        match($0, /\/\*[0-9a-f][0-9a-f][0-9a-f][0-9a-f]+\*\/ +[@A-Z]/) {
-            text = substr($0, RSTART + 2)
-            address[count] = number(substr(text, 1, index(text, "*") - 1))
-            sub(/^[^ ]+ +/, "", text)
-            sub(/^@[^ ]+ +/, "", text) # the predicate
-            operation[count] = text
-            target[count] = ""
-            if (text ~ /^BRA/ && match(text, /0x[0-9a-f]+/))
-                target[count] = number(substr(text, RSTART + 2, RLENGTH - 2))
-            count++
-        }
-        END { report() }' | { c++filt 2>/dev/null || cat; } |
-        awk -F';' '{ sub(/^void /, "", $1); sub(/\(.*/, "", $1); gsub(/ /, "", $1)
-            print $1, $2 }' | sort
-}
-
 # generic <MACHINE CODE: how many instructions load or store at an address of any kind of memory, where the
 # compiler did not know that it is global memory
 generic() { grep -cE '^[^A-Z]*(@!?U?P[0-9T]+ )?(LD|ST)\.E'; }
 
-check_loops() {
+check_generic() {
     local name=$1 tools
     tools=$(find "$repo/.venv" -path '*/nvidia/*/bin' -type d 2>/dev/null | head -n 1)
     if ! PATH=$PATH:${nvcc%/*}:$tools cuobjdump -sass "$tmp/kernels.o" >"$tmp/sass" 2>"$err"; then
-        skip "$name/loops" "cuobjdump and nvdisasm are not there: see the top of this file"
+        skip "$name/generic" "cuobjdump and nvdisasm are not there: see the top of this file"
         return
     fi
-    loops <"$tmp/sass" | awk '{ printf "%s: %d of %d instructions of the main loop are multiply-adds, %.1f %%\n",
-        $1, $2, $3, 100 * $2 / $3 }' >>"$report"
     same "$name/generic" 0 "$(generic <"$tmp/sass")"
 }
 
@@ -135,7 +90,7 @@ check_architecture() {
     holds "$1/report" "at least 20 kernels, gemm_kernel among them" "$(cat "$tmp/resources")" \
         awk '/gemm_kernel/ { gemm = 1 } END { exit !(gemm && NR >= 20) }' "$tmp/resources"
     same "$1/in_memory" "" "$(in_memory <"$tmp/resources")"
-    check_loops "$1"
+    check_generic "$1"
 }
 
 check_symbols() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints what a kernel executes in a training step: instructions by kind, sectors a request, conflicts of banks, lanes
-# that are active; of PTX, not of machine code (tests/gpu/test_nvcc.sh counts that). Needs nvcc, no GPU.
+# that are active; of PTX, not of machine code. Needs nvcc, no GPU.
 #
 #   tests/ptx/profile.sh KERNEL [OPTIONS of ./cnn]       KERNEL: a part of its name, such as gemm_kernel
 #
