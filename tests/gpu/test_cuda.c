@@ -20,15 +20,16 @@ static bool quick, tiny;
 typedef struct Array {
     const char *name;
     void *at;           // on the host
+    void *on_device;    // while an operation runs; NULL: no elements
     size_t count, size; // elements, and bytes of one
     bool output;
     size_t terms; // output: the number of terms of each sum; 0: no rounding, must be equal
     bool typed;   // on a device of the kernels' precision: 16 bits, or floats rounded to tf32
 } Array;
 
-// The parameters of an operation, other than its arrays.
+// An operation and its parameters.
 typedef struct Task {
-    void (*run)(const Kernels *k, const struct Task *t, void *const *a, real *scratch);
+    void (*run)(const Kernels *k, const struct Task *t);
     // the tolerance, where sums of absolute values do not give it
     void (*bound)(const struct Task *t, const Array *before, const Array *got, const Array *want,
                   Array *bound);
@@ -38,10 +39,14 @@ typedef struct Task {
     bool accumulate, accumulate_residual, in_place, apart, training, no_din;
     size_t row;
     RandomKey key;                           // if training
-    const StepInputs *step;                  // draw and rate, on the device
     double rate, momentum, decay, smoothing; // of optimizers and the loss
     bool nesterov;
     const Batch *on_cpu, *on_gpu;
+    // set by perform(), on the device
+    const Array *arrays;
+    size_t array_count;
+    real *scratch;
+    const StepInputs *step; // draw and rate
 } Task;
 
 enum { GUARD = 256, MOST_ARRAYS = 9 };
@@ -223,15 +228,17 @@ static bool perform(const Kernels *k, const Task *t, Array *a, size_t count) {
     char *base[MOST_ARRAYS], *scratch_base = to_device(k, &scratch);
     StepInputs *step = k->device->alloc(sizeof *step);
     Task on_device = *t;
+    on_device.arrays = a;
+    on_device.array_count = count;
+    on_device.scratch = (real *)(scratch_base + GUARD);
     on_device.step = step;
     k->device->set_step(step, (StepInputs){t->key, t->rate});
-    void *at[MOST_ARRAYS];
     bool used = false;
     for (size_t i = 0; i < count; i++) {
         base[i] = to_device(k, &a[i]);
-        at[i] = a[i].count ? base[i] + GUARD : NULL;
+        a[i].on_device = a[i].count ? base[i] + GUARD : NULL;
     }
-    t->run(k, &on_device, at, (real *)(scratch_base + GUARD));
+    t->run(k, &on_device);
     k->device->synchronize();
     k->device->release(step);
     for (size_t i = 0; i < count; i++)
@@ -335,14 +342,14 @@ static void describe(const Layer *l, size_t n, const char *more) {
 // The part of Work that is the same for all operations; the arrays differ.
 static uint8_t tiles[3]; // of a product's passes, as --autotune chooses them; 0: the default
 
-static Work work_of_task(const Task *t, real *scratch) {
+static Work work_of_task(const Task *t) {
     return (Work){.l = t->l,
                   .fused = t->fused,
                   .prepared = tiles,
                   .autotune = *tiles,
                   .row = t->row,
                   .n = t->n,
-                  .scratch = scratch,
+                  .scratch = t->scratch,
                   .key = t->training ? &t->step->key : NULL,
                   .accumulate = t->accumulate,
                   .accumulate_residual = t->accumulate_residual};
@@ -357,7 +364,7 @@ static bool fuses(const Kernels *k, const Layer *to, LayerKind kind) {
 // A row with a sum and a ReLU, which run after it, in place, if its kernels do not compute them.
 static void forward_fused(const Kernels *k, Work w) {
     const Layer relu = {.kind = RELU, .in = w.l->out, .out = w.l->out};
-    const bool adds = w.residual && !fuses(k, w.l, ADD);
+    const bool adds = w.fused.add && !fuses(k, w.l, ADD);
     const bool masks = w.fused.relu && !fuses(k, w.l, RELU);
     Work after = {.l = &relu, .n = w.n, .in = w.out, .residual = w.residual, .out = w.out};
     if (adds)
@@ -372,23 +379,51 @@ static void forward_fused(const Kernels *k, Work w) {
         k->layers[RELU].forward(after);
 }
 
-static void run_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.in = a[1];
-    w.weight = a[2];
-    w.bias = a[3];
+// Where Work has an array of this name
+static const struct {
+    const char *name;
+    size_t field;
+} fields[] = {
+    {"in", offsetof(Work, in)},
+    {"residual", offsetof(Work, residual)},
+    {"weight", offsetof(Work, weight)},
+    {"bias", offsetof(Work, bias)},
+    {"out", offsetof(Work, out)},
+    {"logp", offsetof(Work, out)},
+    {"dout", offsetof(Work, dout)},
+    {"din", offsetof(Work, din)},
+    {"dresidual", offsetof(Work, dresidual)},
+    {"dweight", offsetof(Work, dweight)},
+    {"dbias", offsetof(Work, dbias)},
+    {"stats", offsetof(Work, stats)},
+    {"argmax", offsetof(Work, saved)},
+    {"mask", offsetof(Work, saved)},
+};
+
+static Work work_of_arrays(const Task *t) {
+    Work w = work_of_task(t);
+    for (const Array *a = t->arrays; a < t->arrays + t->array_count; a++) {
+        size_t i = 0;
+        while (i < LENGTH(fields) && strcmp(fields[i].name, a->name) != 0)
+            i++;
+        if (i == LENGTH(fields))
+            die(1, "test_cuda: Work has no array %s", a->name);
+        memcpy((char *)&w + fields[i].field, &a->on_device, sizeof a->on_device);
+    }
+    return w;
+}
+
+static void run_forward(const Kernels *k, const Task *t) {
+    Work w = work_of_arrays(t);
+    if (t->in_place)
+        w.in = w.out;
     forward_fused(k, w);
 }
 
-static void run_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dweight = a[1];
-    w.dbias = a[2];
-    w.dout = a[3];
-    w.in = a[4];
-    w.weight = a[5];
+static void run_backward(const Kernels *k, const Task *t) {
+    Work w = work_of_arrays(t);
+    if (t->in_place)
+        w.dout = w.din;
     k->layers[t->l->kind].backward(w);
 }
 
@@ -476,18 +511,15 @@ static void test_rounding(const Kernels *k) {
         memset(tiles, tile, sizeof tiles);
         Task t = {.run = run_forward, .l = l, .n = n};
         Array in = input_array("in", n * shape_size(l->in));
-        Array weight = input_array("weight", l->weight_count), none = input_array("bias", 0);
+        Array weight = input_array("weight", l->weight_count);
         Array forward[] = {output_array("out", n * shape_size(l->out), 1), typed(twin(&in)),
-                           typed(twin(&weight)), none};
-        expect_rounding(k, &t, forward, 4);
+                           typed(twin(&weight))};
+        expect_rounding(k, &t, forward, LENGTH(forward));
         t.run = run_backward;
-        Array backward[] = {output_array("din", in.count, 1),
-                            output_array("dweight", l->weight_count, 1),
-                            input_array("dbias", 0),
-                            typed(input_array("dout", n * shape_size(l->out))),
-                            typed(in),
-                            typed(weight)};
-        expect_rounding(k, &t, backward, 6);
+        Array backward[] = {
+            output_array("din", in.count, 1), output_array("dweight", l->weight_count, 1),
+            typed(input_array("dout", n * shape_size(l->out))), typed(in), typed(weight)};
+        expect_rounding(k, &t, backward, LENGTH(backward));
     }
     memset(tiles, 0, sizeof tiles);
     *context = 0;
@@ -550,13 +582,10 @@ static void test_conv(const Kernels *k) {
     verdict("conv2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
-// a[1] is [image][y][x][channel] for the CPU, a[4] the same as [image][channel][y][x] for the GPU.
-static void run_nchw(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.weight = a[2];
-    w.bias = a[3];
-    w.in = k->device->is_gpu ? a[4] : a[1];
+// a[0] is [image][y][x][channel] for the CPU, a[1] the same as [image][channel][y][x] for the GPU.
+static void run_nchw(const Kernels *k, const Task *t) {
+    Work w = work_of_arrays(t);
+    w.in = t->arrays[k->device->is_gpu].on_device;
     w.unflattened = t->l->in;
     if (k->device->is_gpu)
         w.transposed = k->device->alloc(k->transposed_size(t->l, t->n) * k->element_bytes);
@@ -576,8 +605,8 @@ static void compare_nchw(const Kernels *k, size_t side, size_t channels, size_t 
         ((real *)nchw.at)[(pixel / (side * side) * channels + c) * side * side + at] =
             ((real *)in.at)[i];
     }
-    Array arrays[] = {typed(output_array("out", n * 6, side * side * channels + 1)), in,
-                      typed(input_array("weight", l->weight_count)), input_array("bias", 6), nchw};
+    Array arrays[] = {in, nchw, typed(output_array("out", n * 6, side * side * channels + 1)),
+                      typed(input_array("weight", l->weight_count)), input_array("bias", 6)};
     describe(l, n, ", nchw");
     COMPARE(k, (Task){.run = run_nchw, .l = l, .n = n});
 }
@@ -631,37 +660,6 @@ static Layer flat_layer(LayerKind kind, size_t count) {
     return (Layer){.kind = kind, .in = {1, 1, count}, .out = {1, 1, count}};
 }
 
-static void run_relu_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.in = t->in_place ? a[0] : a[1];
-    k->layers[RELU].forward(w);
-}
-
-static void run_relu_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dout = t->in_place ? a[0] : a[1];
-    w.out = a[2];
-    k->layers[RELU].backward(w);
-}
-
-static void run_add_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.in = t->in_place ? a[0] : a[1];
-    w.residual = a[2];
-    k->layers[ADD].forward(w);
-}
-
-static void run_add_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dout = a[1];
-    w.dresidual = a[2];
-    k->layers[ADD].backward(w);
-}
-
 static void test_relu_and_add(const Kernels *k) {
     for (size_t i = tiny ? 3 * 4 : 0; i < (tiny ? 3 * 4 + 1 : COUNTS * 4); i++) {
         size_t count = counts[i / 4];
@@ -673,13 +671,13 @@ static void test_relu_and_add(const Kernels *k) {
                                     : typed(output_array("out", count, 0)),
                               typed(special_array("in", count))};
             arrays[0].output = true;
-            COMPARE(k, (Task){.run = run_relu_forward, .l = &l, .n = 1, .in_place = first});
+            COMPARE(k, (Task){.run = run_forward, .l = &l, .n = 1, .in_place = first});
         }
         {
             Array arrays[] = {typed(changed_array("din", count, 0, first || second)),
                               typed(input_array("dout", count)),
                               typed(special_array("out", count))};
-            COMPARE(k, (Task){.run = run_relu_backward,
+            COMPARE(k, (Task){.run = run_backward,
                               .l = &l,
                               .n = 1,
                               .in_place = first && !second,
@@ -690,34 +688,18 @@ static void test_relu_and_add(const Kernels *k) {
                 first ? typed(special_array("out", count)) : typed(output_array("out", count, 0)),
                 typed(special_array("in", count)), typed(special_array("residual", count))};
             arrays[0].output = true;
-            COMPARE(k, (Task){.run = run_add_forward, .l = &sum, .n = 1, .in_place = first});
+            COMPARE(k, (Task){.run = run_forward, .l = &sum, .n = 1, .in_place = first});
         }
         Array arrays[] = {typed(changed_array("din", count, 0, first)),
                           typed(input_array("dout", count)),
                           typed(changed_array("dresidual", i % 3 ? count : 0, 0, second))};
-        COMPARE(k, (Task){.run = run_add_backward,
+        COMPARE(k, (Task){.run = run_backward,
                           .l = &sum,
                           .n = 1,
                           .accumulate = first,
                           .accumulate_residual = second});
     }
     verdict("relu and add, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
-}
-
-static void run_dropout_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.saved = a[1];
-    w.in = t->in_place ? a[0] : a[2];
-    k->layers[DROPOUT].forward(w);
-}
-
-static void run_dropout_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dout = t->in_place ? a[0] : a[1];
-    w.saved = a[2];
-    k->layers[DROPOUT].backward(w);
 }
 
 static void test_dropout(const Kernels *k) {
@@ -728,7 +710,7 @@ static void test_dropout(const Kernels *k) {
         Shape s = shapes[i % 6];
         Layer l = {.kind = DROPOUT, .in = s, .out = s, .p = rates[i % 5]};
         size_t n = draw_size(1, 9), count = n * shape_size(s);
-        Task t = {.run = run_dropout_forward, .l = &l, .n = n, .in_place = i % 3 == 0};
+        Task t = {.run = run_forward, .l = &l, .n = n, .in_place = i % 3 == 0};
         t.row = draw_bits() % 20;
         t.training = i % 7 != 6;
         t.key = (RandomKey){(uint64_t)draw_bits() << 32 | draw_bits(), draw_bits() % 100,
@@ -740,7 +722,7 @@ static void test_dropout(const Kernels *k) {
                               output_bytes("mask", count), typed(input_array("in", count))};
             COMPARE(k, t);
         }
-        t.run = run_dropout_backward;
+        t.run = run_backward;
         t.accumulate = i % 3 == 1;
         Array arrays[] = {typed(changed_array("din", count, 2, t.accumulate || t.in_place)),
                           typed(input_array("dout", count)), input_bytes("mask", count, 2)};
@@ -750,22 +732,6 @@ static void test_dropout(const Kernels *k) {
 }
 
 /* ---- Pooling --------------------------------------------------------------------------------- */
-
-static void run_pool_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.in = a[1];
-    w.saved = a[2];
-    k->layers[t->l->kind].forward(w);
-}
-
-static void run_pool_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dout = a[1];
-    w.saved = a[2];
-    k->layers[t->l->kind].backward(w);
-}
 
 static void compare_maxpool(const Kernels *k, const Layer *l, size_t n, bool accumulate) {
     size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
@@ -781,12 +747,12 @@ static void compare_maxpool(const Kernels *k, const Layer *l, size_t n, bool acc
     {
         Array arrays[] = {typed(output_array("out", outputs, 0)), in,
                           output_bytes("argmax", outputs)};
-        COMPARE(k, (Task){.run = run_pool_forward, .l = l, .n = n});
+        COMPARE(k, (Task){.run = run_forward, .l = l, .n = n});
     }
     Array arrays[] = {
         typed(changed_array("din", inputs, l->kernel_size * l->kernel_size + 1, accumulate)),
         typed(input_array("dout", outputs)), argmax};
-    COMPARE(k, (Task){.run = run_pool_backward, .l = l, .n = n, .accumulate = accumulate});
+    COMPARE(k, (Task){.run = run_backward, .l = l, .n = n, .accumulate = accumulate});
 }
 
 static void test_maxpool(const Kernels *k) {
@@ -809,42 +775,17 @@ static void test_avgpool(const Kernels *k) {
         describe(&l, n, "");
         {
             Array arrays[] = {typed(output_array("out", n * s.c, s.h * s.w + 1)),
-                              typed(input_array("in", n * shape_size(s))),
-                              input_bytes("none", 0, 1)};
-            COMPARE(k, (Task){.run = run_pool_forward, .l = &l, .n = n});
+                              typed(input_array("in", n * shape_size(s)))};
+            COMPARE(k, (Task){.run = run_forward, .l = &l, .n = n});
         }
         Array arrays[] = {typed(changed_array("din", n * shape_size(s), 2, i % 2)),
-                          typed(input_array("dout", n * s.c)), input_bytes("none", 0, 1)};
-        COMPARE(k, (Task){.run = run_pool_backward, .l = &l, .n = n, .accumulate = i % 2});
+                          typed(input_array("dout", n * s.c))};
+        COMPARE(k, (Task){.run = run_backward, .l = &l, .n = n, .accumulate = i % 2});
     }
     verdict("avgpool2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 /* ---- BatchNorm ------------------------------------------------------------------------------- */
-
-static void run_norm_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.stats = a[1];
-    w.in = a[2];
-    w.weight = a[3];
-    w.bias = a[4];
-    w.residual = a[5];
-    w.fused.add = w.residual;
-    forward_fused(k, w);
-}
-
-static void run_norm_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dweight = a[1];
-    w.dbias = a[2];
-    w.dout = a[3];
-    w.in = a[4];
-    w.stats = a[5];
-    w.weight = a[6];
-    k->layers[BATCHNORM2D].backward(w);
-}
 
 /* Bounds on the errors of statistics. A sum goes over the pixels of a thread, the 8 threads of a
    block, then the slices, of at least 64 pixels each; each of these steps rounds the mean. An error
@@ -985,10 +926,10 @@ static void test_norm_forward(const Kernels *k, bool training) {
             stats[c + k] = draw_real() + 1;
         }
         describe(&l, n, training ? ", training" : ", evaluation");
-        COMPARE(k, (Task){.run = run_norm_forward,
+        COMPARE(k, (Task){.run = run_forward,
                           .bound = norm_forward_bound,
                           .l = &l,
-                          .fused = {.relu = i % 2},
+                          .fused = {.add = i % 3 > 0, .relu = i % 2},
                           .n = n,
                           .training = training});
     }
@@ -1009,7 +950,7 @@ static void test_norm_backward(const Kernels *k) {
         for (size_t k = 0; k < c; k++) // 1 / deviation is positive
             ((real *)arrays[5].at)[3 * c + k] += 2;
         describe(&l, n, no_din ? ", no din" : accumulate ? ", accumulate" : "");
-        COMPARE(k, (Task){.run = run_norm_backward,
+        COMPARE(k, (Task){.run = run_backward,
                           .bound = norm_backward_bound,
                           .l = &l,
                           .n = n,
@@ -1027,18 +968,9 @@ static void test_norm(const Kernels *k) {
 
 // A forward, then the backward of a ReLU, of a sum and of the row before them, by the kernels of
 // that row, or one after another.
-static void run_fused_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
+static void run_fused_backward(const Kernels *k, const Task *t) {
     const Layer flat = {.kind = RELU, .in = t->l->out, .out = t->l->out};
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dweight = a[1];
-    w.dbias = a[2];
-    w.dresidual = a[3];
-    w.dout = a[4];
-    w.in = a[5];
-    w.stats = a[6];
-    w.weight = a[7];
-    w.out = a[8];
+    Work w = work_of_arrays(t);
     w.bias = t->l->kind == BATCHNORM2D ? w.weight : NULL;
     w.residual = t->fused.add ? w.in : NULL;
     k->layers[t->l->kind].forward(w);
@@ -1106,23 +1038,23 @@ static void test_fused_backward(const Kernels *k) {
 }
 
 // A convolution and the BatchNorm after it, whose statistics the former may have begun.
-static void run_conv_and_norm(const Kernels *k, const Task *t, void *const *a, real *scratch) {
+static void run_conv_and_norm(const Kernels *k, const Task *t) {
     const Layer *conv = t->l, norm = {.kind = BATCHNORM2D, .in = conv->out, .out = conv->out};
-    Work w = work_of_task(t, scratch);
+    Work w = work_of_task(t);
     const size_t words = k->moments_size(conv, t->n);
     w.fused.moments_partner = words > 0 ? &norm : NULL;
     w.moments = k->device->alloc(words * sizeof *w.moments);
-    w.out = a[0];
-    w.in = a[3];
-    w.weight = a[4];
+    w.out = t->arrays[0].on_device;
+    w.in = t->arrays[3].on_device;
+    w.weight = t->arrays[4].on_device;
     k->layers[CONV2D].forward(w);
     w.l = &norm;
     w.fused.moments_partner = words > 0 ? conv : NULL;
-    w.in = a[0];
-    w.out = a[2];
-    w.stats = a[1];
-    w.weight = a[5];
-    w.bias = a[5];
+    w.in = t->arrays[0].on_device;
+    w.out = t->arrays[2].on_device;
+    w.stats = t->arrays[1].on_device;
+    w.weight = t->arrays[5].on_device;
+    w.bias = t->arrays[5].on_device;
     if (k == &naive_kernels) // which use the convolution's scratch memory
         w.scratch =
             must_alloc(k->scratch_size(&norm, &w.fused, t->n) * sizeof *w.scratch, "a test");
@@ -1199,36 +1131,35 @@ static void test_tiles(const Kernels *k) {
         conv2d_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
                     shapes[i].kernel / 2, false);
         size_t inputs = n * shape_size(l->in), outputs = n * shape_size(l->out);
-        Array given[] = {typed(output_array("din", inputs, 1)),
-                         output_array("dweight", l->weight_count, 1),
-                         new_array("none", 0, 1),
-                         typed(input_array("dout", outputs)),
-                         typed(input_array("in", inputs)),
-                         typed(input_array("weight", l->weight_count)),
-                         typed(output_array("out", outputs, 1))};
-        Array first[7];
+        enum { BACKWARD = 5, ALL = 6 }; // arrays
+        Array given[ALL] = {typed(output_array("din", inputs, 1)),
+                            output_array("dweight", l->weight_count, 1),
+                            typed(input_array("dout", outputs)),
+                            typed(input_array("in", inputs)),
+                            typed(input_array("weight", l->weight_count)),
+                            typed(output_array("out", outputs, 1))};
+        Array first[ALL];
         for (int tile = 1; tile <= 3; tile++) {
-            Array a[7], forward[] = {given[6], given[4], given[5], given[2]};
+            Array a[ALL];
             Task t = {.run = run_backward, .l = l, .n = n};
             memset(tiles, tile, sizeof tiles);
             describe(l, n, "");
-            for (size_t j = 0; j < 7; j++) {
+            for (size_t j = 0; j < ALL; j++) {
                 round_array(k, &given[j]);
                 a[j] = twin(&given[j]);
             }
-            perform(k, &t, a, 6);
+            perform(k, &t, a, BACKWARD);
             t.run = run_forward;
-            forward[0] = a[6];
-            perform(k, &t, forward, 4);
-            for (size_t k = 0; k < 7; k++)
+            perform(k, &t, a + 3, ALL - 3); // in, weight, out
+            for (size_t k = 0; k < ALL; k++)
                 if (tile == 1)
                     first[k] = a[k];
                 else
                     check_equal(&a[k], &first[k]);
-            for (size_t k = 0; tile > 1 && k < 7; k++)
+            for (size_t k = 0; tile > 1 && k < ALL; k++)
                 free(a[k].at);
         }
-        for (size_t k = 0; k < 7; k++) {
+        for (size_t k = 0; k < ALL; k++) {
             free(first[k].at);
             free(given[k].at);
         }
@@ -1237,9 +1168,9 @@ static void test_tiles(const Kernels *k) {
     verdict("equal bits in all tiles, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
-static void run_timed(const Kernels *k, const Task *t, void *const *a, real *scratch) {
+static void run_timed(const Kernels *k, const Task *t) {
     k->device->mark(0);
-    run_forward(k, t, a, scratch);
+    run_forward(k, t);
     k->device->mark(1);
 }
 
@@ -1265,15 +1196,15 @@ static void test_choice_of_tiles(const Kernels *k) {
         conv2d_bias(&net, 0, shapes[i].channels, 1, 1, 0, false);
         Array a[] = {typed(output_array("out", rows * l->out.c, 1)),
                      typed(input_array("in", rows * l->in.c)),
-                     typed(input_array("weight", l->weight_count)), new_array("none", 0, 1)};
-        perform(k, &(Task){.run = run_timed, .l = l, .n = 1}, a, 4);
+                     typed(input_array("weight", l->weight_count))};
+        perform(k, &(Task){.run = run_timed, .l = l, .n = 1}, a, LENGTH(a));
         const size_t threads = (size_t)lround(1e6 * k->device->elapsed(0, 1));
         const size_t expected = rows * l->out.c / tile * shapes[i].threads[tensor];
         if (threads != expected)
             fail("%zu to %zu channels: %zu threads ran, expected %zu, for tiles of %zu x %zu",
                  shapes[i].depth, shapes[i].channels, threads, expected, shapes[i].height,
                  shapes[i].width);
-        for (size_t k = 0; k < 4; k++)
+        for (size_t k = 0; k < LENGTH(a); k++)
             free(a[k].at);
     }
     unsetenv("CUEMU_CLOCK");
@@ -1281,21 +1212,6 @@ static void test_choice_of_tiles(const Kernels *k) {
 }
 
 /* ---- Softmax and loss ------------------------------------------------------------------------ */
-
-static void run_softmax_forward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.out = a[0];
-    w.in = a[1];
-    k->layers[LOG_SOFTMAX].forward(w);
-}
-
-static void run_softmax_backward(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    Work w = work_of_task(t, scratch);
-    w.din = a[0];
-    w.dout = a[1];
-    w.out = a[2];
-    k->layers[LOG_SOFTMAX].backward(w);
-}
 
 // The error of the logarithm is the relative error of the sum; then two more roundings.
 static void softmax_forward_bound(const Task *t, const Array *before, const Array *got,
@@ -1326,9 +1242,10 @@ static void softmax_backward_bound(const Task *t, const Array *before, const Arr
     }
 }
 
-static void run_nll(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    (void)scratch;
-    k->nll_loss(a[0], a[1], a[2], a[3], a[4], t->n, t->n + 3, t->count, t->smoothing, NULL);
+static void run_nll(const Kernels *k, const Task *t) {
+    const Array *a = t->arrays;
+    k->nll_loss(a[0].on_device, a[1].on_device, a[2].on_device, a[3].on_device, a[4].on_device,
+                t->n, t->n + 3, t->count, t->smoothing, NULL);
 }
 
 static void test_softmax_and_loss(const Kernels *k) {
@@ -1347,7 +1264,7 @@ static void test_softmax_and_loss(const Kernels *k) {
         }
         {
             Array arrays[] = {output_array("out", count, 1), logits};
-            COMPARE(k, (Task){.run = run_softmax_forward,
+            COMPARE(k, (Task){.run = run_forward,
                               .bound = softmax_forward_bound,
                               .l = &l,
                               .n = n,
@@ -1355,7 +1272,7 @@ static void test_softmax_and_loss(const Kernels *k) {
         }
         {
             Array arrays[] = {typed(output_array("din", count, 1)), dout, twin(&logp)};
-            COMPARE(k, (Task){.run = run_softmax_backward,
+            COMPARE(k, (Task){.run = run_backward,
                               .bound = softmax_backward_bound,
                               .l = &l,
                               .n = n,
@@ -1373,8 +1290,8 @@ static void test_softmax_and_loss(const Kernels *k) {
 
 /* ---- Optimizers ------------------------------------------------------------------------------ */
 
-static Update update_of_task(const Task *t, void *const *a) {
-    return (Update){.param = a[0],
+static Update update_of_task(const Task *t) {
+    return (Update){.param = t->arrays[0].on_device,
                     .count = t->count,
                     .step = t->step,
                     .momentum = t->momentum,
@@ -1382,24 +1299,22 @@ static Update update_of_task(const Task *t, void *const *a) {
                     .nesterov = t->nesterov};
 }
 
-static void run_adadelta(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    (void)scratch;
-    Update u = update_of_task(t, a);
-    u.state[0] = a[1];
-    u.state[1] = a[2];
-    u.grad = a[3];
-    u.param16 = a[4];
+static void run_adadelta(const Kernels *k, const Task *t) {
+    Update u = update_of_task(t);
+    u.state[0] = t->arrays[1].on_device;
+    u.state[1] = t->arrays[2].on_device;
+    u.grad = t->arrays[3].on_device;
+    u.param16 = t->arrays[4].on_device;
     k->update[ADADELTA](u);
     if (!k->device->is_gpu && u.param16) // the GPU's kernels write it
         memcpy(u.param16, u.param, u.count * sizeof(real));
 }
 
-static void run_sgd(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    (void)scratch;
-    Update u = update_of_task(t, a);
-    u.state[0] = a[1];
-    u.grad = a[2];
-    u.param16 = a[3];
+static void run_sgd(const Kernels *k, const Task *t) {
+    Update u = update_of_task(t);
+    u.state[0] = t->arrays[1].on_device;
+    u.grad = t->arrays[2].on_device;
+    u.param16 = t->arrays[3].on_device;
     k->update[SGD](u);
     if (!k->device->is_gpu && u.param16) // the GPU's kernels write it
         memcpy(u.param16, u.param, u.count * sizeof(real));
@@ -1465,14 +1380,14 @@ static void test_optimizers(const Kernels *k) {
 
 /* ---- The loader's work, and copies ----------------------------------------------------------- */
 
-static void run_gather(const Kernels *k, const Task *t, void *const *a, real *scratch) {
-    (void)scratch;
+static void run_gather(const Kernels *k, const Task *t) {
+    void *images = t->arrays[0].on_device, *labels = t->arrays[1].on_device;
     if (k->gather) {
-        k->gather(a[0], a[1], t->on_gpu->resident, &t->step->key, t->on_gpu->n, false);
+        k->gather(images, labels, t->on_gpu->resident, &t->step->key, t->on_gpu->n, false);
         return;
     }
-    memcpy(a[0], t->on_cpu->images, t->count * sizeof(real));
-    memcpy(a[1], t->on_cpu->labels, t->n);
+    memcpy(images, t->on_cpu->images, t->count * sizeof(real));
+    memcpy(labels, t->on_cpu->labels, t->n);
 }
 
 /* Interpolated numbers close to the middle between two grey levels may be rounded either way: one
