@@ -94,6 +94,15 @@ typedef struct Shape {
     size_t h, w, c;
 } Shape;
 
+static inline size_t shape_size(Shape s) {
+    return s.h * s.w * s.c;
+}
+
+// a / b, rounded up
+static inline size_t ceil_div(size_t a, size_t b) {
+    return (a + b - 1) / b;
+}
+
 /* A layer is one row of the layer table. It holds what the layer's formula needs, and where its
    parameters are. Its RowPlan (section 4) says where its other arrays are and which kernels compute
    it. */
@@ -285,14 +294,6 @@ static size_t min_size(size_t a, size_t b) {
 
 static size_t max_size(size_t a, size_t b) {
     return a > b ? a : b;
-}
-
-static size_t shape_size(Shape s) {
-    return s.h * s.w * s.c;
-}
-
-static size_t ceil_div(size_t a, size_t b) {
-    return (a + b - 1) / b;
 }
 
 enum { OUTSIDE = -1 };

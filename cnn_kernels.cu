@@ -26,14 +26,14 @@
 #define CNN_DECLARATIONS_ONLY
 #include "cnn.c"
 
-#ifndef __HIP__ // tests/emulator/cuda_on_hip.h has what is otherwise there
+#ifndef __HIP__ // tests/emulator/cuda_on_hip.h provides these for AMD
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
 #if defined(CUDA_ON_CPU) || __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
-#else // some installations have CUDA without it
+#else // some CUDA installations lack it
 #define nvtxRangePushA(name) (void)(name)
 #define nvtxRangePop()
 #endif
@@ -59,7 +59,7 @@ static_assert(sizeof(real) == sizeof(float), "the kernels are written for 32-bit
    use streams of their own, so that they overlap with it. */
 
 enum { THREADS = 256, WARP = 32 };
-enum { HALF_SM = 75, TENSOR_SM = 80 }; // the first with mma of half; of tf32 and bf16, and cp.async
+enum { HALF_SM = 75, TENSOR_SM = 80 }; // the first with mma for half; for tf32 and bf16
 static void (*fail)(int status, const char *format, ...); // die() of cnn.c
 static cudaStream_t streams[MAX_REPLICAS];
 enum { TUNING_MARKS = MARKS, ALL_MARKS = MARKS + 2 };
@@ -79,8 +79,9 @@ static void check(cudaError_t error, const char *call, int line) {
 }
 #define CHECK(call) check(call, #call, __LINE__)
 #define CHECK_LAUNCH() check(cudaGetLastError(), "the kernel launched here", __LINE__)
-// LAUNCH_GRID queues a kernel on a grid of blocks, each with `bytes` of dynamic shared memory, or
-// nothing if there are none (dp: no image); LAUNCH, `threads` threads or more, THREADS in a block.
+// LAUNCH_GRID queues a kernel on a grid of blocks, each with `bytes` of dynamic shared memory; it
+// does nothing if the grid is empty (dp: a rank without images). LAUNCH queues at least `threads`
+// threads, in blocks of THREADS.
 #define LAUNCH_GRID(kernel, grid, block, bytes, ...)                 \
     do {                                                             \
         if (const dim3 blocks(grid); blocks.x > 0 && blocks.y > 0)   \
@@ -94,18 +95,13 @@ static cudaStream_t stream(void) {
     return streams[replica];
 }
 
-// a / b, rounded up
-static size_t ceil_div(size_t a, size_t b) {
-    return (a + b - 1) / b;
-}
-
 // The elements of a layer's input and output, all images of the batch together.
 static size_t inputs(Work w) {
-    return w.n * w.l->in.h * w.l->in.w * w.l->in.c;
+    return w.n * shape_size(w.l->in);
 }
 
 static size_t outputs(Work w) {
-    return w.n * w.l->out.h * w.l->out.w * w.l->out.c;
+    return w.n * shape_size(w.l->out);
 }
 
 // How many GPUs there are; 0 and the reason, if none can be used.
@@ -116,7 +112,7 @@ static size_t device_count(const char **why_not) {
     return error == cudaSuccess ? min((size_t)count, (size_t)MAX_REPLICAS) : 0;
 }
 
-// to += from, of any address.   Traffic: 12 N bytes
+// to += from, at any alignment.   Traffic: 12 N bytes
 static __global__ void accumulate_kernel(real *to, const real *from, size_t count) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count)
@@ -135,15 +131,15 @@ static void use(size_t r, size_t which, void (*on_error)(int, const char *, ...)
              "device %d: this program was built for other GPUs; run: make clean && " REBUILD
              ", or use --no-cuda",
              device);
-    CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     cudaDeviceProp p;
     CHECK(cudaGetDeviceProperties(&p, device));
+    multiprocessors = p.multiProcessorCount;
     architecture = min(SM_OF(p), attributes.ptxVersion);
     if (streams[replica])
         return;
     CHECK(cudaStreamCreateWithFlags(&streams[replica], cudaStreamNonBlocking));
-    // Each event on which a thread can sleep interrupts the host. A few of a step are enough: the
-    // buckets', and the clock's, where this thread waits when it is several steps ahead.
+    // Each event on which a thread can sleep interrupts the host. So only a few in each step can:
+    // the buckets' marks, and the clock's, at which this thread waits when it is steps ahead.
     for (size_t i = 0; i < ALL_MARKS; i++)
         CHECK(cudaEventCreateWithFlags(&events[replica][i],
                                        i < ROW_MARKS ? cudaEventBlockingSync : cudaEventDefault));
@@ -160,7 +156,7 @@ static void describe(DeviceInfo *d) {
 #ifdef __HIP__
     describe_amd(d, p, driver, total);
 #else
-    char older[32] = ""; // code lacks the tensor cores that are newer than it
+    char older[32] = ""; // code for an older architecture cannot use newer tensor cores
     if (architecture < min(SM_OF(p), (int)TENSOR_SM))
         snprintf(older, sizeof older, " with code for sm_%d", architecture);
     snprintf(d->name, sizeof d->name, "%.200s, sm_%d%s, %d multiprocessors, %.1f GB", p.name,
@@ -224,27 +220,26 @@ static void pinned_free(void *memory) {
 
 static thread_local bool capturing; // see capture()
 
-// Whether this is a GPU's memory, and which GPU's.
-static bool on_device(const void *memory, int *which) {
+// The number of the GPU whose memory this is, or -1 for the host's
+static int gpu_of(const void *memory) {
     cudaPointerAttributes a = {};
     if (cudaPointerGetAttributes(&a, memory) != cudaSuccess)
         (void)cudaGetLastError(); // clears the error: HIP's for memory that malloc() has allocated
-    *which = a.device;
-    return a.MEMORY_TYPE == cudaMemoryTypeDevice;
+    return a.MEMORY_TYPE == cudaMemoryTypeDevice ? a.device : -1;
 }
 
-// In order with the kernels; when it returns, memory of the host may be read and written again.
+// Queued in order with the kernels. When it returns, the host's memory may be read and written
+// again.
 static void copy(void *to, const void *from, size_t bytes) {
-    int of_to, of_from;
     if (bytes == 0)
         return;
     CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
-    if (!capturing && (!on_device(to, &of_to) || !on_device(from, &of_from)))
+    if (!capturing && (gpu_of(to) < 0 || gpu_of(from) < 0))
         synchronize();
 }
 
 // A stream of this host thread on device `which`, for copies that overlap with the kernels there,
-// and for the additions of the all-reduce, which start before waiting blocks of backward.
+// and for the additions of the all-reduce, which start before the blocks of backward that wait.
 static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own[MAX_REPLICAS];
     device = (int)which;
@@ -257,7 +252,7 @@ static cudaStream_t own_stream(size_t which) {
     return own[which];
 }
 
-// Until the stream is done; sleeps as wait() does.
+// Waits until the stream is done, asleep as in wait().
 static void sleep_until_done(cudaStream_t own) {
     static thread_local cudaEvent_t done[MAX_REPLICAS];
     if (!done[device])
@@ -274,12 +269,13 @@ static void transfer(size_t which, void *to, const void *from, size_t bytes) {
     sleep_until_done(own);
 }
 
-/* Copies from another device's memory go by NVLink or PCIe directly, where the two are connected
-   and this has been enabled; otherwise through the host. */
+/* Copies from another device's memory go directly over NVLink or PCIe, where the two are connected
+   and this has been enabled; otherwise they go through the host. */
 static void enable_peer(const void *from) {
     static thread_local bool tried[MAX_REPLICAS][MAX_REPLICAS];
-    int peer, possible = 0;
-    if (!on_device(from, &peer) || peer == device || tried[device][peer])
+    const int peer = gpu_of(from);
+    int possible = 0;
+    if (peer < 0 || peer == device || tried[device][peer])
         return;
     tried[device][peer] = true;
     CHECK(cudaDeviceCanAccessPeer(&possible, device, peer));
@@ -306,14 +302,14 @@ static void mark(size_t i) {
     CHECK(cudaEventRecord(events[replica][i], stream()));
 }
 
-// Until replica r's device has reached mark i; by any thread, which sleeps and takes no core,
-// unless it is a row's mark.
+// Waits until replica r's device has reached mark i. Any thread may call it; it sleeps and occupies
+// no core, except at a row's mark.
 static void wait(size_t r, size_t i) {
     CHECK(cudaSetDevice(devices_of[r])); // a thread without a device would use the first one
     CHECK(cudaEventSynchronize(events[r][i]));
 }
 
-// Seconds; waits for the later mark, unless the device has passed it, as it mostly has.
+// In seconds. Waits for the later mark if the device has not passed it yet, which is rare.
 static double elapsed(size_t from, size_t to) {
     float milliseconds = 0;
     const cudaEvent_t begin = events[replica][from], end = events[replica][to];
@@ -329,8 +325,8 @@ static double elapsed(size_t from, size_t to) {
 
 /* A CUDA graph: the operations of a stream, recorded once and then queued by one call, which costs
    the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
-   changes from step to step is read from memory: struct StepInputs. Other threads' streams go
-   on. */
+   changes from step to step is read from memory: struct StepInputs. Other threads' streams are not
+   affected. */
 static void *capture(bool begin) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
@@ -410,7 +406,7 @@ extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double t
     cudaStream_t own = own_stream(which);
     double begin = seconds();
     cudaError_t state;
-    ncclResult_t state_of_group; // NCCL would wait forever for a rank that has ended: it is asked
+    ncclResult_t state_of_group; // NCCL would wait forever for a rank that has ended: poll
     CHECK_NCCL(ncclAllReduce(data, data, count, ncclFloat, ncclSum, group, own));
     while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout) {
         CHECK_NCCL(ncclCommGetAsyncError(group, &state_of_group));
@@ -462,7 +458,7 @@ template <class T, int N> static __device__ void store_chunk(void *to, unsigned 
     *(Chunk<T, N> *)((T *)to + i) = chunk;
 }
 
-// The same at the end of a tensor of `count` elements: those that are there; the others load 0.
+// The same at the end of a tensor of `count` elements; beyond it, the elements are loaded as 0.
 template <class T, int N>
 static __device__ void load_chunk(real *x, const void *from, unsigned i, unsigned count) {
     if (i + N <= count)
@@ -514,7 +510,7 @@ static __device__ void store_pack(void *to, unsigned i, unsigned count, const Pa
     store_chunk<T, Pack<T>::N>(to, i, count, p.v);
 }
 
-// x = COUNT floats in groups of 4, whose beginnings are APART.
+// x = COUNT floats in groups of 4, which begin APART elements from each other.
 template <int COUNT, int APART> static __device__ void load_fours(real *x, const real *from) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
@@ -574,12 +570,12 @@ static Row row_of(Work w) {
             (unsigned)inputs(w),
             (unsigned)outputs(w),
             w.fused.relu || l->kind == RELU,
-            w.fused.relu_backward && !w.residual, // else its own kernel comes before
+            w.fused.relu_backward && !w.residual, // else a separate kernel has done it
             l->p};
 }
 
-// Queues a row's kernel with COUNT(w) threads. The layouts of its input and output are arguments of
-// their own: nvcc does not move tests of a structure's members out of loops.
+// Queues a row's kernel with COUNT(w) threads. The layouts of its input and output are separate
+// arguments, since nvcc does not hoist tests of a structure's members out of loops.
 template <void (*KERNEL)(Row, Layout, Layout), size_t (*COUNT)(Work)> static void each(Work w) {
     LAUNCH(KERNEL, COUNT(w), row_of(w), layout_of(w.l->in, w.transposed),
            layout_of(w.l->out, w.transposed));
@@ -611,28 +607,18 @@ template <class T, bool MASKED> static __global__ void add_backward_kernel(Row r
     store_pack(r.din, i, r.outputs, sum);
 }
 
-// dresidual = dout
-template <class T> static void residual_backward(Work w) {
-    w.din = w.dresidual;
-    w.accumulate = w.accumulate_residual;
-    if (w.din)
-        each<add_backward_kernel<T, false>, packs<T>>(w);
-}
-
-template <class T> static void add_backward(Work w) {
-    residual_backward<T>(w);
-    each<add_backward_kernel<T, false>, packs<T>>(w);
-}
-
 /* The backward of a row, after the backward of what is fused into its forward, in reverse order:
    the ReLU, in place in dout, then the sum. A BatchNorm without a sum includes its ReLU itself. */
 template <class T, void (*BACKWARD)(Work)> static void backward_of_fused(Work w) {
-    Work relu = w;
+    Work relu = w, sum = w;
     relu.din = w.dout;
     relu.accumulate = false;
+    sum.din = w.dresidual;
+    sum.accumulate = w.accumulate_residual;
     if (w.fused.relu_backward && (w.residual || w.l->kind != BATCHNORM2D))
         each<add_backward_kernel<T, true>, packs<T>>(relu);
-    residual_backward<T>(w);
+    if (w.dresidual)
+        each<add_backward_kernel<T, false>, packs<T>>(sum);
     BACKWARD(w);
 }
 
@@ -671,7 +657,7 @@ static __global__ void dropout_forward_kernel(Row r, unsigned size, unsigned blo
     }
 }
 
-// Evaluation (no draw): out = in
+// Evaluation (no key): out = in
 template <class T> static void dropout_forward(Work w) {
     size_t size = outputs(w) / w.n, blocks_of_image = (size + 7) / 8;
     if (w.key)
@@ -803,19 +789,15 @@ static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layo
         }
 }
 
-template <int N> static size_t input_chunks(Work w) {
-    return ceil_div(inputs(w), N);
-}
-
-template <int N> static size_t output_chunks(Work w) {
-    return ceil_div(outputs(w), N);
+template <size_t (*COUNT)(Work), int N> static size_t chunks_of(Work w) {
+    return ceil_div(COUNT(w), N);
 }
 
 template <class T, int N> static void maxpool2d_backward_of(Work w) {
     if (w.l->stride >= w.l->kernel_size && w.l->padding == 0)
-        each<maxpool2d_backward_apart_kernel<T, N>, output_chunks<N>>(w);
+        each<maxpool2d_backward_apart_kernel<T, N>, chunks_of<outputs, N>>(w);
     else
-        each<maxpool2d_backward_kernel<T, N>, input_chunks<N>>(w);
+        each<maxpool2d_backward_kernel<T, N>, chunks_of<inputs, N>>(w);
 }
 
 template <class T> static void maxpool2d_backward(Work w) {
@@ -859,7 +841,7 @@ static void set_step(StepInputs *to, StepInputs step) {
 /* ---- Optimizers: the formulas are in cnn.c, section 7. One launch updates all parameters, or one
    tensor (--optimizer-launch), and also writes a 16-bit copy if T is 16-bit. # AMP # EXTRA */
 
-// The new value of a parameter; g includes the weight decay. Its state changes, too.
+// updated() returns a parameter's new value and changes its state; g includes the weight decay.
 struct Adadelta {
     static __device__ int states(const Update &) {
         return 2;
@@ -995,7 +977,7 @@ static __device__ int interpolated_byte(const uint8_t *image, Shape s, real y, r
 /* out[n][h][w][c] = the augmented images, enlarged as enlarge() of cnn.c does, and the labels. The
    bytes are interpolated at the positions that augment_crop_flip() or augment_elastic() of cnn.c
    give; the displacement fields of the latter stay in shared memory.   Grid: images x blocks of
-   one.   Traffic: N elements, N bytes */
+   an image.   Traffic: N elements, N bytes */
 template <class T>
 static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, Layout layout,
                                      const RandomKey *key) {
@@ -1043,8 +1025,8 @@ static void gather(real *out, uint8_t *labels, const DeviceDataset *r, const Ran
     const Shape s = {r->shape.h * r->factor, r->shape.w * r->factor, r->shape.c};
     const size_t pixels = r->shape.h * r->shape.w;
     const size_t fields = r->augment == AUGMENT_ELASTIC ? 3 * pixels * sizeof(real) : 0;
-    const dim3 grid(n, fields ? 1 : ceil_div(s.h * s.w * s.c, THREADS));
-    // more than 48 KB of shared memory must be asked for
+    const dim3 grid(n, fields ? 1 : ceil_div(shape_size(s), THREADS));
+    // A kernel must request more than 48 KB of shared memory.
     const cudaError_t error = cudaFuncSetAttribute(
         gather_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)fields);
     if (error == cudaErrorInvalidValue)
@@ -1065,10 +1047,10 @@ static __global__ void convert_kernel(void *out, const real *in, Layout layout, 
         store<T>(out, i, in[layout.pixel(i) * layout.channels + layout.channel(i)]);
 }
 
-// The images that a loader has made.
+// out = the images that a loader has prepared
 template <class T>
 static void load_images(real *out, const real *images, size_t n, Shape s, bool nchw) {
-    size_t count = n * s.h * s.w * s.c;
+    size_t count = n * shape_size(s);
     LAUNCH(convert_kernel<T>, count, out, images, layout_of(s, nchw), count);
 }
 
@@ -1079,9 +1061,9 @@ template <class T> static void to_16_bit(void *param16, const real *param, size_
 /* ==== 3. Sums over pixels =======================================================================
 
    BatchNorm and a bias's gradient need, for each channel, sums over all pixels of the batch. They
-   are computed in three levels, each in a fixed order: a thread sums some pixels of a slice, of one
-   channel or of a pack of channels; the threads of a channel are joined in shared memory; a second
-   kernel joins the slices. */
+   are computed on three levels, each in a fixed order: a thread sums some pixels of a slice, of one
+   channel or of a pack of channels; the sums of a channel's threads are joined in shared memory; a
+   second kernel joins the slices. */
 
 enum { SUM_SLICES = 512, LEAST_SLICE = 64, CONV_SLICE = 64 };
 static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
@@ -1092,21 +1074,22 @@ static __device__ real normalised(real x, real mean, real inverse, real weight, 
     return fmaf(x - mean, weight * inverse, bias);
 }
 
-// What is known of some pixels of a channel.
+// The sums over some pixels of a channel; a and b depend on their kind.
 struct Sum {
     real count, a, b;
 };
 
-// A kind of sums (Gradients, Moments) says what a pixel with the numbers d of dout and x of in adds
-// to a channel's a and b, what becomes of a slice, how two slices are joined, and what is stored.
-// With fmaf() a pixel's sums are rounded alike, whatever the compiler makes of a pack of channels.
+// A kind of sums (Gradients, Moments) says what a pixel, with d from dout and x from in, adds to a
+// channel's a and b, how a slice is completed, how two slices are joined, and what is stored.
+// fmaf() rounds a pixel's sums the same way, however the compiler arranges a pack of channels.
 
 /* Gradients: a = sum of d, which is dout (after the backward of the ReLU that follows a BatchNorm,
    if there is one); NORM, of a BatchNorm: b = sum of d * (in - mean).
    dbias = a, dweight = b / sqrt(variance + eps) */
 template <bool NORM> struct Gradients {
     enum { READS_DOUT = true, READS_IN = NORM };
-    real mean, inverse, weight, bias; // of the channel; without a ReLU all are let through
+    real mean, inverse, weight,
+        bias; // of the channel; without a ReLU, weight 0 and bias 1 let all through
     real a = 0, b = 0;
     __device__ void begin(const Row &r, unsigned c, real) {
         mean = NORM ? r.stats[BATCH_MEAN * r.s.oc + c] : 0;
@@ -1133,9 +1116,9 @@ template <bool NORM> struct Gradients {
 };
 
 /* Moments of in. Of a slice, a = sum of x - shift, b = sum of (x - shift)^2, where shift is its
-   first number: so little is cancelled where the mean is large compared with the deviation. Then
-   a = mean, b = sum of (x - mean)^2. Slices are joined without cancellation (Chan, Golub, LeVeque,
-   "Updating formulae and a pairwise algorithm for computing variances", 1979). */
+   first number, so that little is cancelled where the mean is large compared with the deviation.
+   Then a = mean, b = sum of (x - mean)^2. Slices are joined without cancellation (Chan, Golub,
+   LeVeque, "Updating formulae and a pairwise algorithm for computing variances", 1979). */
 struct Moments {
     enum { READS_DOUT = false, READS_IN = true };
     real shift, a = 0, b = 0;
@@ -1168,7 +1151,7 @@ struct Moments {
 };
 
 /* scratch[slice][0][c] = a, scratch[slice][1][c] = b of the slice's pixels. A thread has N channels
-   and every blockDim.y-th pixel. Threads beyond the last channels compute these again.
+   and every blockDim.y-th pixel. Threads beyond the last channels compute the last ones again.
    Grid: channels / (blockDim.x * N) x slices, of THREADS.   Traffic: 1 or 2 elements for each
    number of dout or in. With nchw, a warp's numbers are far apart; the other warps find theirs in
    the L1 cache */
@@ -1262,14 +1245,10 @@ template <class T, class KIND, int N> static void sum_slices(Work w, size_t slic
                 slice);
 }
 
-// moments: the sums of slices of CONV_SLICE pixels, which a convolution has stored, or NULL
-template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
+template <class T, class KIND> static void sum_pixels(Work w) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
-    const size_t usual = max(ceil_div(pixels, SUM_SLICES), (size_t)LEAST_SLICE);
-    const size_t slice = moments ? (size_t)CONV_SLICE : usual;
-    if (moments)
-        w.scratch = moments;
-    else if (by_packs<T>(w))
+    const size_t slice = max(ceil_div(pixels, SUM_SLICES), (size_t)LEAST_SLICE);
+    if (by_packs<T>(w))
         sum_slices<T, KIND, Pack<T>::N>(w, slice);
     else
         sum_slices<T, KIND, 1>(w, slice);
@@ -1280,7 +1259,7 @@ template <class T, class KIND> static void sum_pixels(Work w, real *moments) {
 // for the BatchNorm that follows it. NULL: there is no convolution.
 static bool stores_moments(const Layer *conv, size_t n);
 
-// The values of the channels of the elements of a pack that begins at element i.
+// For each element of the pack that begins at element i, the value of its channel
 template <class T>
 static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout layout) {
     Pack<T> p;
@@ -1294,19 +1273,23 @@ static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout lay
 }
 
 /* A thread of BatchNorm's kernels has EACH packs, all of the same channels, so that it loads what
-   belongs to these once: its packs are `stride` elements apart, a multiple of the channels. Where a
-   pack has other channels than the one before, with nchw or odd numbers of channels, it has one. */
+   belongs to these once: its packs are `stride` elements apart, a multiple of the channels. With
+   nchw, or where packs do not divide the channels, a thread has one pack. */
 enum { NORM_PACKS = 2 };
-template <class T, int EACH> static unsigned blocks_of_packs(Work w) {
-    size_t blocks = ceil_div(packs<T>(w), EACH * THREADS);
-    while (EACH > 1 && blocks * THREADS * Pack<T>::N % w.l->out.c > 0)
-        blocks++;
-    return (unsigned)blocks;
+template <class T>
+static void launch_norm(Work w, void (*several)(Row, Layout), void (*single)(Row, Layout)) {
+    const size_t each = by_packs<T>(w) ? (size_t)NORM_PACKS : 1;
+    size_t grid = ceil_div(packs<T>(w), each * THREADS);
+    while (each > 1 && grid * THREADS * Pack<T>::N % w.l->out.c > 0)
+        grid++;
+    auto *batchnorm_kernel = each > 1 ? several : single;
+    LAUNCH_GRID(batchnorm_kernel, (unsigned)grid, THREADS, 0, row_of(w),
+                layout_of(w.l->in, w.transposed));
 }
 
 /* out = (in - mean) * weight / sqrt(variance + eps) + bias, + residual unless that is NULL, then
-   ReLU if asked. Evaluation (no draw): by the running mean and variance.
-   Grid: blocks_of_packs().   Traffic: 2 N elements, 3 N with a residual */
+   ReLU if asked. Evaluation (no key): by the running mean and variance.
+   Grid: launch_norm().   Traffic: 2 N elements, 3 N with a residual */
 template <class T, int EACH> static __global__ void batchnorm_forward_kernel(Row r, Layout of_in) {
     const unsigned first = first_of_pack<T>(), stride = gridDim.x * THREADS * Pack<T>::N;
     const real *means = r.stats + (r.key ? BATCH_MEAN : RUNNING_MEAN) * r.s.c;
@@ -1334,22 +1317,20 @@ template <class T, int EACH> static __global__ void batchnorm_forward_kernel(Row
     }
 }
 
-template <class T, int EACH> static void batchnorm_forward(Work w) {
-    auto *batchnorm_forward_of = batchnorm_forward_kernel<T, EACH>;
-    LAUNCH_GRID(batchnorm_forward_of, (blocks_of_packs<T, EACH>(w)), THREADS, 0, row_of(w),
-                layout_of(w.l->in, w.transposed));
-}
-
 template <class T> static void batchnorm2d_forward(Work w) {
-    if (w.key)
-        sum_pixels<T, Moments>(w, stores_moments(w.fused.moments_partner, w.n) ? w.moments : NULL);
-    by_packs<T>(w) ? batchnorm_forward<T, NORM_PACKS>(w) : batchnorm_forward<T, 1>(w);
+    Work stored = w;
+    stored.scratch = w.moments; // the sums that a convolution has stored
+    if (w.key && stores_moments(w.fused.moments_partner, w.n))
+        join_slices<Moments>(stored, CONV_SLICE);
+    else if (w.key)
+        sum_pixels<T, Moments>(w);
+    launch_norm<T>(w, batchnorm_forward_kernel<T, NORM_PACKS>, batchnorm_forward_kernel<T, 1>);
 }
 
 /* din = weight * inverse * (d - dbias / m - x * dweight / m), over m pixels, where
    x = (in - mean) * inverse, d = dout, dbias = sum of d, dweight = sum of d * x; += if accumulate.
    If d begins with the ReLU's backward, its mask follows from in.
-   Grid: blocks_of_packs().   Traffic: 3 N elements */
+   Grid: launch_norm().   Traffic: 3 N elements */
 template <class T, int EACH> static __global__ void batchnorm_backward_kernel(Row r, Layout of_in) {
     const unsigned first = first_of_pack<T>(), stride = gridDim.x * THREADS * Pack<T>::N;
     const real share = 1 / (real)(r.outputs / r.s.c);
@@ -1381,16 +1362,11 @@ template <class T, int EACH> static __global__ void batchnorm_backward_kernel(Ro
     }
 }
 
-template <class T, int EACH> static void batchnorm_backward(Work w) {
-    auto *batchnorm_backward_of = batchnorm_backward_kernel<T, EACH>;
-    LAUNCH_GRID(batchnorm_backward_of, (blocks_of_packs<T, EACH>(w)), THREADS, 0, row_of(w),
-                layout_of(w.l->in, w.transposed));
-}
-
 template <class T> static void batchnorm2d_backward(Work w) {
-    sum_pixels<T, Gradients<true>>(w, NULL);
+    sum_pixels<T, Gradients<true>>(w);
     if (w.din)
-        by_packs<T>(w) ? batchnorm_backward<T, NORM_PACKS>(w) : batchnorm_backward<T, 1>(w);
+        launch_norm<T>(w, batchnorm_backward_kernel<T, NORM_PACKS>,
+                       batchnorm_backward_kernel<T, 1>);
 }
 
 /* ==== 4. Softmax and loss =======================================================================
@@ -1600,7 +1576,7 @@ static void weight_gradient(Work w) {
 
 static void conv2d_backward_naive(Work w) {
     if (w.l->bias_count)
-        sum_pixels<real, Gradients<false>>(w, NULL);
+        sum_pixels<real, Gradients<false>>(w);
     weight_gradient(w);
     if (w.din)
         data_gradient(w);
@@ -1620,9 +1596,9 @@ static void conv2d_backward_naive(Work w) {
    numbers of channels, 4 of them are loaded at once, 16 bytes (WIDTH).
 
    A block computes a tile of C: 128 x 128 elements, 128 x 64 or 64 x 32, see quickest(). In every
-   step it loads TILE_K numbers of each of its rows of A and columns of B into shared memory, where
-   a thread reads 8 + 8 numbers for 64 multiply-adds (4 + 4 for 16 in the smallest tile), while the
-   numbers of the next step are loaded into registers.
+   step it loads TILE_K numbers of each of its rows of A and columns of B into shared memory, from
+   which a thread reads 8 + 8 numbers for 64 multiply-adds (4 + 4 for 16 in the smallest tile),
+   while the numbers of the next step are loaded into registers.
 
    With a stride s, only each s-th tap meets an input pixel in the data gradient, and which ones
    depends on y % s and x % s. So the pixels are computed in s * s phases, each a product of its own
@@ -1689,8 +1665,8 @@ static __device__ Place operator+(Place a, Place b) {
     return {a.offset + b.offset, a.y + b.y, a.x + b.x};
 }
 
-// The same address, in global memory: of an operand that has been changed, compilers for sm_100 and
-// newer do not know that, and would load from any kind of memory, more slowly.
+// The same address, in global memory. Once a kernel has changed an operand, compilers for sm_100
+// and newer no longer know that, and would use generic loads, which are slower.
 template <class T> static __device__ T *in_global(T *address) {
 #ifdef __CUDA_ARCH__
     __builtin_assume(__isGlobal(address));
@@ -1808,7 +1784,7 @@ using Walk = std::conditional_t<
     std::conditional_t<IMAGE, ImageAcrossK<T, LINES, DEPTH, LOADERS, CHUNK, WIDTH>,
                        MatrixAcrossK<T, LINES, DEPTH, LOADERS, CHUNK, WIDTH>>>;
 
-// Where C is stored, and what is done with its elements then (the epilogue).
+// Where C is stored, and what is done to its elements first (the epilogue).
 template <class O> struct Result {
     O *out;
     Axis line; // of a row; with phases not all rows are there
@@ -1898,9 +1874,9 @@ struct Job {
     int row, column, begin, end, split;
 };
 
-/* This block's job, and the operands of its phase. x of the grid are the tiles; tiles of the same
-   rows are next to each other, so that they read A at the same time; z are the splits, multiples of
-   `step`, and phases. */
+/* This block's job, and the operands of its phase. x of the grid counts the tiles; tiles of the
+   same rows are next to each other, so that they read A at the same time. z counts the splits,
+   whose depths are multiples of `step`, and the phases. */
 template <class Tile, bool PHASED, class T, class O>
 static __device__ Job job_of_block(Product<T, O> &p, int step) {
     int split = blockIdx.z;
@@ -1924,7 +1900,7 @@ static __device__ Result<real> part_of(const Product<T, O> &p, int split) {
 /* LAB 5.0 BEGIN gemm_kernel */
 /* load() loads a tile into registers, store() stores it in shared memory, [k][line]; arithmetic can
    be done in between. A line is padded by 4 numbers: otherwise the threads that store the numbers
-   of one line would use the same of the 32 banks, and be serialised (with the padding, pairs of
+   of one line would use the same one of the 32 banks, and be serialised (with the padding, pairs of
    them still are). */
 template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct TileLoader {
     typedef Walk<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Chunks;
@@ -1955,8 +1931,8 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct Ti
    tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
    Registers: 128 in the large tile, so that 2 blocks of 256 threads fit on a multiprocessor, 168 in
    the narrow one (3 of 128 threads), 128 in the small one (4 of 128); none is spilled.
-   Main loop: 84 to 87 % of its instructions are multiply-adds in the large tile, 81 to 85 % in the
-   narrow one, 67 to 72 % in the small one (45 to 61 % where WIDTH is 1).
+   Main loop: 67 to 87 % of its instructions are multiply-adds, the larger the tile the more (45 to
+   61 % where WIDTH is 1).
    Grid: tiles x 1 x splits * phases.   Shared memory: 8 (T::M + T::N + 8) TILE_K bytes.
    Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
 template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
@@ -2040,9 +2016,9 @@ template <int WIDTH, class T, class O> static __global__ void join_splits_kernel
 }
 
 /* ---- Launches. Where C has too few tiles to occupy a GPU, K is split among blocks (split-K): into
-   as many parts as give C, in tiles of 64 x 64, at most MOST_TILES of them, and one for LEAST_DEPTH
-   of K. The partial sums are added in a fixed order. This depends on the shapes alone: all GPUs,
-   and all tiles of a kernel, compute the same bits. */
+   as many parts as have together at most MOST_TILES tiles of 64 x 64, and at most one for each
+   LEAST_DEPTH of K. The partial sums are added in a fixed order. This depends on the shapes alone:
+   all GPUs, and all tiles of a kernel, compute the same bits. */
 enum { MOST_TILES = 512, LEAST_DEPTH = 256, VARIANTS = 4 };
 
 static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth) {
@@ -2051,10 +2027,10 @@ static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth
 }
 
 static bool stores_moments(const Layer *conv, size_t n) {
-    const size_t pixels = conv ? n * conv->out.h * conv->out.w : 0;
-    const size_t depth = conv ? conv->kernel_size * conv->kernel_size * conv->in.c : 0;
-    return conv && conv->bias_count == 0 && pixels % CONV_SLICE == 0 &&
-           splits_of(pixels, conv->out.c, 1, depth) == 1;
+    if (!conv || conv->bias_count > 0)
+        return false;
+    const size_t pixels = n * conv->out.h * conv->out.w, depth = conv->weight_count / conv->out.c;
+    return pixels % CONV_SLICE == 0 && splits_of(pixels, conv->out.c, 1, depth) == 1;
 }
 
 static size_t moments_size(const Layer *conv, size_t n) {
@@ -2065,12 +2041,12 @@ static size_t no_moments(const Layer *, size_t) {
     return 0;
 }
 
-// An upper bound of what the sums of all splits take, for up to these rows and this depth
+// An upper bound on the size of all splits' sums, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
     return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 64 * 64);
 }
 
-// A kernel for a product, and its tile. They sum in the same order.
+// A kernel for a product, and its tile. All variants sum in the same order.
 template <class T, class O> struct Variant {
     void (*kernel)(Product<T, O> p);
     size_t m, n, threads, bytes; // of a block; bytes: of its dynamic shared memory
@@ -2129,7 +2105,7 @@ static size_t blocks_of(const Variant<T, O> &v, const Product<T, O> &p) {
     return ceil_div(p.rows, v.m) * ceil_div(p.columns, v.n) * phases * p.splits;
 }
 
-/* The variant that is done first, if the blocks are spread evenly over the multiprocessors. For
+/* The variant that finishes first, if the blocks are spread evenly over the multiprocessors. For
    each k, a tile costs its multiply-adds and, for each number of A and B, about LOADING
    instructions more, as the main loops of gemm_kernel have them (7 to 10). An example: 128 tiles of
    128 x 128 are done sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of
@@ -2150,8 +2126,8 @@ static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<
 }
 
 /* Queues the product with one of the variants: the first is for operands that cannot be read by
-   chunks; of the others the one that should be, or was, the fastest. A result that is accumulated
-   cannot be computed repeatedly, to measure. */
+   chunks; of the others, the one expected, or measured, to be the fastest. A result that is
+   accumulated cannot be computed repeatedly, to measure. */
 template <class T, class O>
 static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
     const bool by_chunks = (w.l->in.c | w.l->out.c) % Chunk<T>::COUNT == 0;
@@ -2261,7 +2237,7 @@ template <class T, class KERNELS> static void conv2d_forward(Work w) {
 
 template <class T, class KERNELS> static void conv2d_backward(Work w) {
     if (w.l->bias_count)
-        sum_pixels<T, Gradients<false>>(w, NULL);
+        sum_pixels<T, Gradients<false>>(w);
     KERNELS::template run<false, false>(weight_gradient_product<T>(w), w);
     if (w.din)
         KERNELS::template run<true, true>(data_gradient_product<T>(w), w);
@@ -2285,9 +2261,7 @@ static __global__ void peak_kernel(real *out, int steps) {
 
 // GFLOP/s of this device: the best of longer and longer runs, while it raises its clocks.
 static double peak_gflops(void) {
-    cudaDeviceProp p;
-    CHECK(cudaGetDeviceProperties(&p, device));
-    size_t threads = (size_t)p.multiProcessorCount * 8 * THREADS;
+    const size_t threads = (size_t)multiprocessors * 8 * THREADS;
     real *out = (real *)device_alloc(threads * sizeof *out);
     double best = 0;
     int steps = 8;
@@ -2321,16 +2295,16 @@ static double peak_gflops(void) {
 #ifndef __HIP__
 
 #ifdef __CUDA_ARCH__
-static constexpr int COMPILED_SM = __CUDA_ARCH__ / 10;
+#define COMPILED_SM (__CUDA_ARCH__ / 10)
 #else
-static constexpr int COMPILED_SM = 90; // the emulator has all of it
+#define COMPILED_SM 90 // the emulator has all of it
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750 // a GPU without these instructions
+#if COMPILED_SM < 75 // a GPU without these instructions
 #define PTX(emulated, ...)
-#elif !defined(CUDA_ON_CPU) // the emulator's calls what is emulated
+#elif !defined(CUDA_ON_CPU) // the emulator's own PTX() calls `emulated`
 #define PTX(emulated, ...) asm volatile(__VA_ARGS__)
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#if COMPILED_SM < 80
 #define PTX_SM_80(emulated, ...)
 #else
 #define PTX_SM_80 PTX
@@ -2355,7 +2329,7 @@ static __device__ void mma(real, real *d, const uint32_t *a, const uint32_t *b) 
 }
 
 static __device__ void mma(__half, real *d, const uint32_t *a, const uint32_t *b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 // each half of K by an instruction of its own
+#if COMPILED_SM < 80 // each half of K by an instruction of its own
 #pragma unroll
     for (int half = 0; half < 2; half++)
         PTX(, "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
@@ -2454,7 +2428,7 @@ struct TensorLoader {
     typedef Walk<T, LINES, DEPTH_CHUNKS * CHUNK, LOADERS, IMAGE, ALONG_K, CHUNK, WIDTH> Chunks;
     Chunks walk;
     Chunk<T> chunks[Chunks::COUNT];
-    bool exists; // this thread's lines, across K; or many threads would load the last one
+    bool exists; // across K: this thread's lines; else many would load the last one
     __device__ TensorLoader(const Operand<T> &o, int first, int count, int begin)
         : walk(o, first, count, begin), exists(ALONG_K || first + walk.inner < count) {}
     __device__ float4 *at(float4 *tile, int i) const {
@@ -2547,27 +2521,27 @@ static __device__ void store_sums(real *to, const real (&sums)[M][N][4]) {
     __syncthreads(); // for the threads that read them
 }
 
-// Stores the sums of a tile of C, which lie in shared memory, in chunks of 16 bytes. A thread loads
-// OLD of those that it adds to, before it waits for the first.
+// Stores the sums of a tile of C, which lie in shared memory, in chunks of 16 bytes. A thread
+// requests AHEAD of the chunks that it adds to before it waits for the first.
 template <class Tile, int WIDTH, class O>
 static __device__ void store_tile(const Result<O> &c, const real *sums, const Job &job, int rows,
                                   int columns) {
     enum { CHUNK = Chunk<O>::COUNT, ACROSS = Tile::N / CHUNK, APART = Tile::TILE_THREADS / ACROSS };
-    enum { OLD = 4 };
-    static_assert(Tile::M % (OLD * APART) == 0, "threads have equally many rows");
+    enum { AHEAD = 4 };
+    static_assert(Tile::M % (AHEAD * APART) == 0, "threads have equally many rows");
     const int own = threadIdx.x % ACROSS * CHUNK, column = job.column + own;
     Digits row = c.line.digits(job.row + threadIdx.x / ACROSS), step = c.line.digits(APART);
-    for (int i = threadIdx.x / ACROSS; i < Tile::M; i += OLD * APART) {
-        int at[OLD];
-        Chunk<O> old[OLD];
+    for (int i = threadIdx.x / ACROSS; i < Tile::M; i += AHEAD * APART) {
+        int at[AHEAD];
+        Chunk<O> old[AHEAD];
 #pragma unroll
-        for (int r = 0; r < OLD; r++) {
+        for (int r = 0; r < AHEAD; r++) {
             at[r] = job.row + i + r * APART < rows ? c.at(row) : -1;
             old[r] = c.template load_old<WIDTH, CHUNK>(at[r], column, columns);
             c.line.add(row, step);
         }
 #pragma unroll
-        for (int r = 0; r < OLD; r++) {
+        for (int r = 0; r < AHEAD; r++) {
             real chunk[CHUNK];
             load_fours<CHUNK, 4>(chunk, sums + (i + r * APART) * Tile::PITCH + own);
             c.template store<WIDTH, CHUNK>(at[r], column, columns, chunk, old[r]);
@@ -2621,9 +2595,9 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    through shared memory, so that neighbouring threads store neighbouring chunks; lines are padded
    by 8 numbers, so that a warp uses different banks.
    Registers: at most 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one
-   and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). Main loop of the
-   large tile, 16 bits: 30 to 32 % of the instructions are mma on sm_80 and sm_90, in the weight
-   gradient 24 to 25 %; on sm_120 27 and 21 %. One mma occupies an A100's tensor core 8 cycles.
+   and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). In the
+   main loop of the large tile, 16 bits, about 30 % of the instructions are mma, in the weight
+   gradient 24 %. One mma occupies an A100's tensor core 8 cycles.
    Grid: tiles x 1 x splits * phases, of TILE_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
@@ -2725,22 +2699,20 @@ struct Tensor {
         static const Variant<T, O> tables[TABLES][VARIANTS] = {{single, small, narrow, large},
                                                                {single, small, narrow, shallow},
                                                                {single, small, small, small}};
-        static thread_local bool allowed[MAX_REPLICAS]; // by device
-        const Table own = p.depth > SHALLOW ? DEEP_TABLE : SHALLOW_TABLE;
-        const Table table = architecture >= TENSOR_SM ? own : SM_75_TABLE;
-        for (size_t i = 0; i < VARIANTS && !allowed[device]; i++)
-            for (size_t t = 0; t < TABLES; t++)
-                if (architecture >= TENSOR_SM || t == SM_75_TABLE)
-                    CHECK(cudaFuncSetAttribute(tables[t][i].kernel,
-                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               (int)tables[t][i].bytes));
-        allowed[device] = true;
+        static thread_local bool allowed[MAX_REPLICAS][TABLES]; // by device
+        const Table by_depth = p.depth > SHALLOW ? DEEP_TABLE : SHALLOW_TABLE;
+        const Table table = architecture >= TENSOR_SM ? by_depth : SM_75_TABLE;
+        for (size_t i = 0; i < VARIANTS && !allowed[device][table]; i++)
+            CHECK(cudaFuncSetAttribute(tables[table][i].kernel,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       (int)tables[table][i].bytes));
+        allowed[device][table] = true;
         gemm(tables[table], p, w);
     }
 };
 /* LAB 10.0 END */
 
-// What make_kernels() expects of a precision and its kernels.
+// The template arguments of make_kernels() for a precision and its kernels
 #define CONV2D_OF(T, KERNELS) T, conv2d_forward<T, KERNELS>, conv2d_backward<T, KERNELS>
 
 #endif // __HIP__
@@ -2799,7 +2771,7 @@ static void transpose(void *to, const void *from, size_t n, Shape s, bool to_nch
 }
 
 /* --layout nchw: the kernels of convolutions and linear layers expect NHWC, so their operands and
-   results are transposed, as cuDNN does it where its kernels for tensor cores get NCHW. # NHWC */
+   results are transposed, as cuDNN does when its tensor-core kernels are given NCHW. # NHWC */
 template <class T, void (*RUN)(Work), bool FORWARD> static void in_nhwc(Work w) {
     const size_t size = ceil_div(inputs(w), 64) * 64;
     T *memory = (T *)w.transposed;
@@ -2831,9 +2803,8 @@ static size_t prepared_bytes(const Layer *l) {
 
 // The elements that in_nhwc() needs for a row: its input twice, and its output
 static size_t transposed_size(const Layer *l, size_t n) {
-    return has_weight_matrix(l) ? 2 * ceil_div(n * l->in.h * l->in.w * l->in.c, 64) * 64 +
-                                      n * l->out.h * l->out.w * l->out.c
-                                : 0;
+    const size_t input = ceil_div(n * shape_size(l->in), 64) * 64;
+    return has_weight_matrix(l) ? 2 * input + n * shape_size(l->out) : 0;
 }
 
 // The definition's operations: 2 for each multiply-add of forward and of each gradient
@@ -2842,9 +2813,7 @@ static double flops(Work w) {
     return has_weight_matrix(w.l) ? forward * (w.din ? 3 : 2) : 0;
 }
 
-static void prepare_nothing(void *prepared, const Layer *l) {
-    (void)prepared, (void)l;
-}
+static void prepare_nothing(void *, const Layer *) {}
 
 static Device make_device(void) {
     Device d = {};
@@ -2876,7 +2845,7 @@ static Device make_device(void) {
 
 static const Device gpu_device = make_device();
 
-// What the kernels of row `to` compute as well. EPILOGUE: a convolution's tile passes the ReLU
+// What the kernels of row `target` compute as well. EPILOGUE: a convolution's tile passes the ReLU
 // before it is stored.
 template <bool EPILOGUE>
 static RowMode fuse(const Layer *target, const Fusion *fused, const Layer *l) {
@@ -2906,13 +2875,12 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.layers[BATCHNORM2D] = {batchnorm2d_forward<T>, backward_of_fused<T, batchnorm2d_backward<T>>};
     k.layers[RELU].forward = sizeof(T) == 4 ? relu_forward : each<add_forward_kernel<T>, packs<T>>;
     k.layers[RELU].backward = each<add_backward_kernel<T, true>, packs<T>>;
-    k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;
-    k.layers[MAXPOOL2D].backward = maxpool2d_backward<T>;
+    k.layers[MAXPOOL2D] = {each<maxpool2d_forward_kernel<T>, outputs>, maxpool2d_backward<T>};
     k.layers[GLOBAL_AVGPOOL2D].forward = each<global_avgpool2d_forward_kernel<T>, outputs>;
     k.layers[GLOBAL_AVGPOOL2D].backward = each<global_avgpool2d_backward_kernel<T>, inputs>;
-    k.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>, add_backward<T>};
-    k.layers[DROPOUT].forward = dropout_forward<T>;
-    k.layers[DROPOUT].backward = each<dropout_backward_kernel<T>, packs<T>>;
+    k.layers[ADD] = {each<add_forward_kernel<T>, packs<T>>,
+                     backward_of_fused<T, each<add_backward_kernel<T, false>, packs<T>>>};
+    k.layers[DROPOUT] = {dropout_forward<T>, each<dropout_backward_kernel<T>, packs<T>>};
     k.layers[LOG_SOFTMAX].forward = each<log_softmax_forward_kernel<T>, lanes>;
     k.layers[LOG_SOFTMAX].backward = each<log_softmax_backward_kernel<T>, lanes>;
     k.fuse = name == NAIVE ? fuse<false> : fuse<true>;
@@ -2933,7 +2901,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     return k;
 }
 
-// The kernels, of the same precision or of the same name the preferred ones last, then NULL.
+// The i-th kernels, then NULL. Of kernels with the same name or precision, the preferred come last.
 extern "C" const Kernels *cuda_kernels(size_t i) {
     static const Kernels kernels[] = {
         make_kernels<real, conv2d_forward_naive, conv2d_backward_naive>(NAIVE, FP32),

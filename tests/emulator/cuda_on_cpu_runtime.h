@@ -436,7 +436,6 @@ enum { cudaStreamDefault, cudaStreamNonBlocking };
 enum { cudaEventDefault, cudaEventBlockingSync, cudaEventDisableTiming };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice };
 struct cudaPointerAttributes {
     cudaMemoryType type;
@@ -504,7 +503,6 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int devic
     snprintf(properties->uuid.bytes, 16, "cuda_on_cpu %03d", devices()[(size_t)device]);
     return cudaSuccess;
 }
-EMU_CUDA(cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int), *value = gpu.multiprocessors)
 EMU_CUDA(cudaGetDevice(int *device), *device = current_device)
 EMU_CUDA(cudaDriverGetVersion(int *version), *version = 12000)
 EMU_CUDA(cudaDeviceSynchronize(), check_no_capture("cudaDeviceSynchronize"),

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <hip/hip_runtime.h>
 #include <stdio.h>
-#define hipDevAttrMultiProcessorCount hipDeviceAttributeMultiprocessorCount
 #define hipDeviceProp hipDeviceProp_t
 #define hipFreeHost hipHostFree
 #define hipMallocHost hipHostMalloc

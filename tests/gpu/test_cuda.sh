@@ -487,7 +487,7 @@ bugs=$(cat <<'END'
 8 tiled s/top = (py + padding) \/ stride/top = (py + padding + 1) \/ stride/
 8 fused s/w.fused.relu_backward \&\& (w.residual/w.fused.relu_backward \&\& (!w.residual/
 8 softmax s/other == largest \&\& k < best/other == largest \&\& k > best/
-9 copies s/of_to) || !on_device/of_to) \&\& !on_device/
+9 copies s/gpu_of(to) < 0 || gpu_of/gpu_of(to) < 0 \&\& gpu_of/
 9 softmax /int most_likely(/,/^}/s/logp\[k\] > largest/logp[k] >= largest/
 9 tiled s/outer + i \* APART < end/outer + i * APART <= end/
 10 tiled s/lines\[piece\]), row < end/lines[piece]), row <= end/
@@ -496,7 +496,7 @@ bugs=$(cat <<'END'
 11 optimizers s/(u.param16, i, u.count, p.v)/(u.param16, i, u.count, g.v)/
 12 bf16 s/lane \/ 16 \* 8 + lane % 8/lane \/ 16 * 8 + lane % 4/
 12 loss_scale s/skipped ? .5f : grows/skipped ? .5f : !grows/
-12 relu s/w.accumulate = w.accumulate_residual/w.accumulate = false/
+12 relu s/sum.accumulate = w.accumulate_residual/sum.accumulate = false/
 13 bf16 s/cp_async_wait<STAGES - 2>()/cp_async_wait<STAGES - 1>()/
 13 loss_scale s/(u.scale \&\& u.scale->not_finite)/u.scale == NULL/
 13 fused s/w.fused.relu_backward \&\& !w.residual/w.fused.relu_backward/

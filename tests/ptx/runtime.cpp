@@ -310,12 +310,6 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     p->multiProcessorCount = MULTIPROCESSORS;
     return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-    if (attribute != cudaDevAttrMultiProcessorCount)
-        return cudaErrorInvalidValue; // no other one is asked for
-    *value = MULTIPROCESSORS;
-    return cudaSuccess;
-}
 cudaError_t cudaDriverGetVersion(int *version) {
     *version = CUDART_VERSION;
     return cudaSuccess;
