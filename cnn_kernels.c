@@ -77,13 +77,13 @@ typedef struct Threads {
 
 static _Thread_local size_t thread_number; // of the calling thread within its Threads
 
-// What a helper knows of its core, see give_way()
+// How much of its core a thread has had lately; for give_way()
 static const double TURN = 1e-3;
 
 typedef struct Turn {
-    double since, cpu; // when it looked last, and the CPU time that it had used, in seconds
-    double asleep;     // of the time since then
-    size_t sleeps;     // still to take
+    double since, cpu; // time and CPU time when it looked last, in seconds
+    double asleep;     // how many of the seconds since then it has slept
+    size_t sleeps;     // how many naps are left to take
 } Turn;
 
 static _Thread_local Turn turn;
@@ -94,7 +94,7 @@ static double thread_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Returns when *word may have changed from `value`: after a change, or earlier.
+// Waits until *word differs from `value`; may return earlier.
 static void wait_for_change(uint32_t *word, uint32_t value, uint32_t *sleepers) {
     const double end = now() + SPIN;
     while (now() < end) {
@@ -109,7 +109,7 @@ static void wait_for_change(uint32_t *word, uint32_t value, uint32_t *sleepers) 
     turn.asleep += now() - asleep;
 }
 
-// After a change of *word
+// Wakes the threads that wait for *word. Called after each change.
 static void wake(uint32_t *word, uint32_t *sleepers) {
     if (__atomic_load_n(sleepers, __ATOMIC_SEQ_CST) > 0)
         syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
@@ -143,13 +143,14 @@ static void give_way(void) {
     turn.asleep = 0;
     if (turn.sleeps > 0) {
         turn.sleeps--;
-        turn.asleep = 2 * nap; // a longer one means that others have the core
+        turn.asleep = 2 * nap; // if it takes longer, others had the core
         nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * nap)}, NULL);
     }
 }
 
 // Executes iterations of loop number `loop` until none is left. A late helper may read the body of
-// the next loop, which is written after the shares got its number: it takes no iteration then.
+// the next loop. It takes no iteration then: the shares got that loop's number before its body was
+// written.
 static void run_iterations(Threads *t, uint32_t loop) {
     Body *body = __atomic_load_n(&t->body, __ATOMIC_ACQUIRE);
     const void *context = __atomic_load_n(&t->context, __ATOMIC_ACQUIRE);
@@ -194,7 +195,7 @@ static void stop_threads(void *argument) {
 }
 
 static Threads *start_threads(size_t count) {
-    enum { STACK = 8 << 20 }; // bytes: bodies keep images there, see suits_pooled()
+    enum { STACK = 8 << 20 }; // in bytes; bodies keep images on the stack, see suits_pooled()
     Threads *t = must_alloc(sizeof *t, "threads");
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
@@ -373,7 +374,7 @@ enum {
     CHUNK_TILES = 128,    // which all threads transform at a time
     // weight gradients
     PAIRS = 128,     // pixels that a tile sums over at a time
-    ROW_BLOCK = 192, // of a product whose operands stay in L2, and its columns:
+    ROW_BLOCK = 192, // rows of a product whose operands stay in L2, and its columns:
     COLUMN_BLOCK = 256,
     SLICES = 32,                      // independent parts of the batch at most, for load balance
     SLICE_ELEMENTS = 2 * 1024 * 1024, // of the sums of all slices at most
@@ -499,7 +500,7 @@ INLINE void dot_tile(const size_t rows, const size_t vectors, const DotTile *t) 
         }
 }
 
-// A tile's sums start from, or are stored to, `rows` rows and `columns` columns of a matrix.
+// Load a tile's sums from, and store them to, `rows` rows and `columns` columns of a matrix.
 INLINE void load_tile(const size_t rows, const size_t vectors, vec acc[ROWS][MAX_VECTORS],
                       const real *from, size_t pitch, const size_t columns) {
     UNROLLED(i, rows)
@@ -549,8 +550,8 @@ INLINE void product_tile(const size_t rows, const size_t vectors, const Product 
         store_tile(rows, vectors, acc, c, p->c_row, columns);
 }
 
-// A product of at most `vectors` vectors of columns, whose rows are a multiple of `rows`: tile
-// after tile, while the rows of b stay in L1
+// Computes a product of at most `vectors` vectors of columns, whose rows are a multiple of `rows`,
+// tile after tile, while the rows of b stay in L1.
 INLINE void product_strip(const size_t rows, const size_t vectors, const Product *p) {
     for (size_t row = 0; row < p->rows; row += rows)
         product_tile(rows, vectors, p, p->a + row * p->a_row, p->c + row * p->c_row);
@@ -585,7 +586,7 @@ static ProductFunction *const product_strips[ROWS][MAX_VECTORS] = {
     TILE_ROW(product_strip, 1), TILE_ROW(product_strip, 2), TILE_ROW(product_strip, 3),
     TILE_ROW(product_strip, 4), TILE_ROW(product_strip, 5), TILE_ROW(product_strip, 6)};
 
-// Strip after strip of columns. The rows that are left by whole tiles are one tile of fewer rows.
+// Computes one strip of columns after another. Rows that do not fill a tile are a smaller tile.
 static void multiply(const Product *p) {
     const size_t whole = p->rows / ROWS * ROWS, rest = p->rows - whole;
     for (size_t column = 0; column < p->columns; column += COLUMNS) {
@@ -632,7 +633,7 @@ typedef struct Pass {
 static bool suits_winograd(const Layer *l, Shape in, Shape out) {
     return (l->kernel_size == 3 || l->kernel_size == 5) && l->stride == 1 && in.c % LANES == 0 &&
            in.c >= FEW && in.c <= MAX_DEPTH && out.c >= LANES &&
-           out.h * out.w >= 16; // there, with 512 channels and 32 images: 3 times as fast
+           out.h * out.w >= 16; // with 4 x 4, 512 channels and 32 images still 3 times as fast
 }
 
 // Elements of one map: of the pixels of a layer's input or output.
@@ -676,7 +677,7 @@ static size_t maps_size(const Layer *l) {
 }
 
 static void make_maps(void *maps, const Layer *l) {
-    if (maps_size(l) == 0)
+    if (!has_weight_matrix(l))
         return;
     const Shape I = l->in, O = l->out;
     const size_t taps = l->kernel_size * l->kernel_size, s = l->stride;
@@ -702,7 +703,7 @@ static void make_maps(void *maps, const Layer *l) {
             }
 }
 
-// The width of the tiles of the columns from `first` on: whole vectors.
+// The width, in whole vectors, of the tiles that compute the columns from `first` on
 static size_t block_width(const Pass *p, size_t first) {
     return whole_vectors(min_size(COLUMNS, p->out.c - first));
 }
@@ -720,12 +721,17 @@ static size_t panel_depth(const Pass *p) {
     return min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * COLUMNS * sizeof(real)));
 }
 
+// The panels, one below the other, that share columns
+static size_t depth_panels(const Pass *p) {
+    return ceil_div(p->depth, panel_depth(p));
+}
+
 static size_t panel_columns(const Pass *p) {
     size_t rows = p->taps * min_size(p->depth, panel_depth(p));
     return WEIGHT_BYTES / (rows * COLUMNS * sizeof(real)) * COLUMNS;
 }
 
-// Offset into the packed weights of the tiles' columns from `column` on, at depth `start`.
+// Where the weights of `column` begin in the packed weights, at depth `start`
 static size_t packed_offset(const Pass *p, size_t column, size_t start) {
     return p->taps * (column * p->depth + start * block_width(p, column));
 }
@@ -775,13 +781,12 @@ static void pack_panel(const Pass *p, Panel panel) {
 
 static void pack_ith_panel(const void *context, size_t i) {
     const Pass *p = context;
-    const size_t parts = ceil_div(p->depth, panel_depth(p));
-    pack_panel(p, panel_at(p, i / parts * COLUMNS, COLUMNS, i % parts * panel_depth(p)));
+    const size_t panels = depth_panels(p);
+    pack_panel(p, panel_at(p, i / panels * COLUMNS, COLUMNS, i % panels * panel_depth(p)));
 }
 
 static void pack_weights(const Pass *p) {
-    const size_t parts = ceil_div(p->depth, panel_depth(p));
-    parallel(ceil_div(p->out.c, COLUMNS) * parts, pack_ith_panel, p);
+    parallel(ceil_div(p->out.c, COLUMNS) * depth_panels(p), pack_ith_panel, p);
 }
 
 static size_t packed_size(const Pass *p) {
@@ -804,7 +809,7 @@ static Pass bind_pass(Pass p, real *output, const real *input, const real *bias,
 
 static const real zeros[MAX_DEPTH]; // what taps outside of the image read
 
-// Assembles a run of taps that is partly outside of the image; NULL if it is so entirely.
+// Assembles a run of taps that is partly outside of the image; returns NULL if all of it is.
 NOINLINE const real *copy_run(const Pass *p, const real *image, const int32_t *pixels, real *copy) {
     bool any = false;
     for (size_t j = 0; j < p->run; j++) {
@@ -816,8 +821,8 @@ NOINLINE const real *copy_run(const Pass *p, const real *image, const int32_t *p
     return any ? copy : NULL;
 }
 
-// The address of what a tap selects, or NULL: outside of the image. pixels: an output pixel's part
-// of the map. A run of taps that crosses the border is assembled in copy.
+// Returns the address of what a tap selects, or NULL if that is outside of the image. pixels: an
+// output pixel's part of the map. A run of taps that crosses the border is assembled in copy.
 INLINE const real *tap_input(const Pass *p, const real *image, const int32_t *pixels, size_t tap,
                              real *copy) {
     pixels += tap * p->run;
@@ -843,8 +848,8 @@ static void list_padded_taps(DotTile *t, const Pass *p, const int32_t *const pix
     }
 }
 
-// The same without padding: all taps are inside, and each is at the same distance from the first
-// one for all pixels.
+// The same where all taps are inside. Each is then at the same distance from the first one, for all
+// pixels.
 static void list_unpadded_taps(DotTile *t, const Pass *p, const int32_t *const pixels[ROWS],
                                const real *const image[ROWS]) {
     for (size_t tap = 0; tap < p->taps; tap++) {
@@ -856,7 +861,7 @@ static void list_unpadded_taps(DotTile *t, const Pass *p, const int32_t *const p
     t->taps = p->taps;
 }
 
-// A panel's part of the sums, for the output pixels of `images` images from `first` on.
+// Adds up a panel's part of the sums, for the output pixels of `images` images from `first` on.
 static void convolve_panel(const Pass *p, const Panel panel, size_t first, size_t images) {
     DotTile t = {.depth = panel.depth, .bias = p->bias, .pitch = p->in.c};
     t.accumulate = p->accumulate;
@@ -891,7 +896,7 @@ static void convolve_panel(const Pass *p, const Panel panel, size_t first, size_
     }
 }
 
-// Output pixels of `images` images from `first` on, `columns` columns from `column` on.
+// Computes the output of `images` images from `first` on, `columns` columns from `column` on.
 static void convolve_block(const Pass *p, size_t first, size_t images, size_t column,
                            size_t columns) {
     for (size_t start = 0; start < p->depth; start += panel_depth(p)) {
@@ -903,7 +908,7 @@ static void convolve_block(const Pass *p, size_t first, size_t images, size_t co
     }
 }
 
-// A pass in blocks of images and columns, each of which a thread computes at a time.
+// A pass, divided into blocks of images and columns; a thread computes one block at a time.
 typedef struct Blocks {
     const Pass *pass;
     size_t images, columns, across; // of a block; across: blocks that have the same images
@@ -927,6 +932,7 @@ static void convolve(const Pass *p) {
     if (ceil_div(p->n, images) * ceil_div(p->out.c, columns) < SLICES)
         columns = COLUMNS;
     const Blocks b = {p, images, columns, ceil_div(p->out.c, columns)};
+    pack_weights(p);
     parallel(ceil_div(p->n, images) * b.across, convolve_ith_block, &b);
 }
 
@@ -936,45 +942,36 @@ static void convolve(const Pass *p) {
    The order of a sum depends on this choice, hence on the number of images, but never on the
    number of threads. */
 static bool suits_panels(const Pass *p, size_t n) {
-    size_t panels = ceil_div(p->out.c, COLUMNS) * ceil_div(p->depth, panel_depth(p));
+    size_t panels = ceil_div(p->out.c, COLUMNS) * depth_panels(p);
     return p->taps == 1 && n * p->out_pixels <= GROUP_PIXELS && panels >= 16; // enough for threads
 }
-
-// The partial sums of a pass, [count][pixels][out.c]
-typedef struct Parts {
-    const Pass *pass;
-    real *sums;
-    size_t count;
-} Parts;
 
 static size_t part_size(const Pass *p) {
     return p->n * p->out_pixels * p->out.c;
 }
 
-// output[pixel] = bias + sum of the phases, or += that sum; then the ReLU
+// output[pixel] = bias + sum of the parts, or += that sum; then the ReLU
 static void add_parts_of_pixel(const void *context, size_t pixel) {
-    const Parts *parts = context;
-    const Pass *p = parts->pass;
-    const size_t columns = p->out.c, size = part_size(p);
+    const Pass *p = context;
+    const size_t columns = p->out.c, size = part_size(p), parts = depth_panels(p);
     for (size_t j = 0; j < columns; j++) {
         size_t at = pixel * columns + j;
         real sum = p->accumulate ? p->output[at] : p->bias ? p->bias[j] : 0;
-        for (size_t part = 0; part < parts->count; part++)
-            sum += parts->sums[part * size + at];
+        for (size_t part = 0; part < parts; part++)
+            sum += p->packed[part * size + at];
         p->output[at] = p->relu && sum < 0 ? 0 : sum;
     }
 }
 
 static void convolve_ith_panel(const void *context, size_t i) {
-    const Parts *parts = context;
-    const Pass *p = parts->pass;
+    const Pass *p = context;
     const size_t blocks = ceil_div(p->out.c, COLUMNS);
     const size_t part = i / blocks; // consecutive panels share rows of the weights
     real packed[MAX_DEPTH * COLUMNS] __attribute__((aligned(VECTOR_BYTES)));
     Panel panel = panel_at(p, i % blocks * COLUMNS, COLUMNS, part * MAX_DEPTH);
     Pass partial = *p;
-    if (parts->count > 1) { // bias, accumulation and ReLU are add_parts_of_pixel()'s
-        partial.output = parts->sums + part * part_size(p);
+    if (depth_panels(p) > 1) { // bias, accumulation and ReLU are add_parts_of_pixel()'s
+        partial.output = p->packed + part * part_size(p);
         partial.bias = NULL;
         partial.accumulate = partial.relu = false;
     }
@@ -983,16 +980,15 @@ static void convolve_ith_panel(const void *context, size_t i) {
     convolve_panel(&partial, panel, 0, p->n);
 }
 
-/* As convolve(), from weights that are not packed. Where the depth needs several panels, their
-   partial sums [part][n][pixel][column] take the place of the packed weights: with one tap a panel
-   is MAX_DEPTH deep, so they have no more elements than the weights. */
+/* As convolve(), but each panel is packed where it is used. Where the depth needs several panels,
+   their partial sums [part][n][pixel][column] take the place of the packed weights: with one tap a
+   panel is MAX_DEPTH deep, so they have no more elements than the weights. */
 static void convolve_by_panels(const Pass *p) {
     _Static_assert(sizeof(real) * MAX_DEPTH * COLUMNS <= WEIGHT_BYTES, "a panel is MAX_DEPTH deep");
     _Static_assert(2 * GROUP_PIXELS <= MAX_DEPTH, "parts have no more elements than the weights");
-    const Parts parts = {p, p->packed, ceil_div(p->depth, MAX_DEPTH)};
-    parallel(parts.count * ceil_div(p->out.c, COLUMNS), convolve_ith_panel, &parts);
-    if (parts.count > 1)
-        parallel(p->n * p->out_pixels, add_parts_of_pixel, &parts);
+    parallel(depth_panels(p) * ceil_div(p->out.c, COLUMNS), convolve_ith_panel, p);
+    if (depth_panels(p) > 1)
+        parallel(p->n * p->out_pixels, add_parts_of_pixel, p);
 }
 
 /* ---- Winograd -----------------------------------------------------------------------------------
@@ -1092,8 +1088,8 @@ INLINE void transform_dweight(vec *u, size_t step) {
     evaluate_transposed(3, u, step);
 }
 
-// The transformed filters: [block of COLUMNS][point][depth][block_width()], where the offset from a
-// point to the next is
+// The offset from a point to the next in the transformed filters, which are
+// [block of COLUMNS][point][depth][block_width()]
 INLINE size_t point_step(const Pass *p, size_t width) {
     return odd_lines(p->depth * width);
 }
@@ -1120,8 +1116,8 @@ static void read_filters(real filters[MAX_TAPS][LANES][LANES], size_t taps, cons
     }
 }
 
-// to: the transformed filters of the block that has these columns. LANES columns from `column` on
-// and LANES channels from `start` on.
+// Transforms the filters of LANES columns from `column` on and LANES channels from `start` on; `to`
+// is where the filters of their block of columns begin.
 INLINE void pack_filters(const size_t kernel, real *to, const Pass *p, size_t column,
                          size_t start) {
     const size_t taps = kernel * kernel, first = column / COLUMNS * COLUMNS;
@@ -1142,7 +1138,7 @@ INLINE void pack_filters(const size_t kernel, real *to, const Pass *p, size_t co
     }
 }
 
-// LANES columns from `column` on, all channels
+// The same for all channels
 static void pack_columns(real *to, const Pass *p, size_t column) {
     for (size_t start = 0; start < p->depth; start += LANES)
         if (p->tile == 4)
@@ -1189,10 +1185,11 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
     return b;
 }
 
-// Tiles [begin, end) of a block
-static TileBlock part_of_block(TileBlock b, size_t begin, size_t end) {
+// Group i of ROWS tiles of a block
+static TileBlock group_of_tiles(TileBlock b, size_t i) {
+    const size_t begin = i * ROWS;
     b.first += begin;
-    b.tiles = end - begin;
+    b.tiles = min_size(ROWS, b.tiles - begin);
     b.v += begin * b.v_pitch;
     b.m += begin * b.m_pitch;
     return b;
@@ -1236,8 +1233,8 @@ INLINE bool is_inside(TileBlock b, TilePosition s, size_t y, size_t x) {
     return s.y + y < b.pass->out.h && s.x + x < b.pass->out.w;
 }
 
-// v = B^T d B; prefetches what the tile to the right reads. This and what follows is not inlined: a
-// second copy might be rounded differently.
+// v = B^T d B; prefetches what the tile to the right reads. This function, winograd_output()
+// and winograd_dout() are not inlined: a second copy might be rounded differently.
 NOINLINE void winograd_input(TileBlock b) {
     const Pass *p = b.pass;
     for (size_t t = 0; t < b.tiles; t++) {
@@ -1265,8 +1262,8 @@ NOINLINE void winograd_input(TileBlock b) {
     }
 }
 
-/* output = A^T m A + bias, or +=; then the ReLU: tile t of a block, which is at s. tile: p->tile;
-   whole: see is_whole(); nothing is added to the output then. */
+/* Computes tile t of a block, at position s: output = A^T m A + bias, or +=; then the ReLU. `tile`
+   is p->tile. If `whole`, is_whole() holds, and nothing is added to the output. */
 INLINE void output_tile(const size_t tile, const bool whole, TileBlock b, TilePosition s,
                         size_t t) {
     const Pass *p = b.pass;
@@ -1360,7 +1357,7 @@ static void winograd_products(TileBlock b) {
         }
 }
 
-// The outputs of tiles [first, last) and columns [begin, end).
+// Computes the outputs of tiles [first, last) and columns [begin, end).
 static void winograd_tiles(const Pass *p, size_t first, size_t last, size_t begin, size_t end) {
     real *memory = p->scratch + thread_number * tile_area(p, BLOCK_TILES);
     const TileBlock b = tile_block(p, first, last, begin, end, memory);
@@ -1369,7 +1366,7 @@ static void winograd_tiles(const Pass *p, size_t first, size_t last, size_t begi
     winograd_output(b);
 }
 
-// A pass in groups of ROWS tiles, which are divided into `parts`, times blocks of columns.
+// A pass, divided into parts, which are whole groups of ROWS tiles, times blocks of columns
 typedef struct TileParts {
     const Pass *pass;
     size_t tiles, parts, columns, across; // across: blocks of columns
@@ -1414,7 +1411,7 @@ static TileBlock all_tiles(const Pass *p, size_t column) {
 
 static void transform_ith_group(const void *context, size_t i) {
     const TileBlock b = all_tiles(context, 0);
-    winograd_input(part_of_block(b, i * ROWS, min_size((i + 1) * ROWS, b.tiles)));
+    winograd_input(group_of_tiles(b, i));
 }
 
 static void winograd_ith_columns(const void *context, size_t i) {
@@ -1434,39 +1431,32 @@ static void winograd_by_columns(const Pass *p) {
     parallel(ceil_div(p->out.c, COLUMNS), winograd_ith_columns, p);
 }
 
-static void pack(const Pass *p) {
-    if (p->tile)
-        pack_winograd(p);
-    else
-        pack_weights(p);
-}
-
-// The pass, by the method that suits it.
+// Computes the pass by the method that suits it.
 static void run_pass(const Pass *p) {
-    if (p->tile && suits_columns(p)) {
+    if (p->tile && suits_columns(p))
         winograd_by_columns(p);
-    } else if (p->tile) {
+    else if (p->tile)
         winograd_by_tiles(p);
-    } else if (suits_panels(p, p->n)) {
+    else if (suits_panels(p, p->n))
         convolve_by_panels(p);
-    } else {
-        pack_weights(p);
+    else
         convolve(p);
-    }
 }
 
-// The pass on one image by one thread, after pack().
+// Computes the pass on one image, by one thread, from packed weights.
 static void run_pass_on_image(const Pass *p) {
-    const size_t tiles = p->tile ? count_tiles(p, 1) : 0;
+    if (p->tile) {
+        const size_t tiles = count_tiles(p, 1);
+        for (size_t first = 0; first < tiles; first += BLOCK_TILES)
+            winograd_tiles(p, first, min_size(first + BLOCK_TILES, tiles), 0, p->out.c);
+        return;
+    }
     const size_t columns = panel_columns(p);
-    for (size_t c = 0; !p->tile && c < p->out.c; c += columns)
+    for (size_t c = 0; c < p->out.c; c += columns)
         convolve_block(p, 0, 1, c, columns);
-    for (size_t first = 0; first < tiles; first += BLOCK_TILES)
-        winograd_tiles(p, first, min_size(first + BLOCK_TILES, tiles), 0, p->out.c);
 }
 
-// Elements of scratch memory for n images or fewer, and for at most as many threads as when it is
-// called.
+// Elements of scratch memory for at most n images and num_threads threads
 static size_t pass_scratch(const Pass *p, size_t n) {
     if (!p->tile)
         return packed_size(p);
@@ -1547,7 +1537,7 @@ static void copy_inputs(Product *product, Operands *o, size_t inside[PAIRS], con
     product->depth = count;
 }
 
-// product->b = dout of the pixels inside[], from a column on; in place where these are adjacent.
+// product->b = dout of the pixels inside[], from a column on; not copied where these are adjacent.
 static void copy_gradients(Product *product, Operands *o, const size_t inside[PAIRS],
                            const real *dout, size_t pitch) {
     const size_t count = product->depth;
@@ -1677,8 +1667,7 @@ static WinogradGradient winograd_gradient_plan(const WeightGradient *g) {
 
 static void transform_ith_tiles(const void *context, size_t i) {
     const WinogradGradient *w = context;
-    const TileBlock c = w->chunk;
-    const TileBlock b = part_of_block(c, i * ROWS, min_size((i + 1) * ROWS, c.tiles));
+    const TileBlock b = group_of_tiles(w->chunk, i);
     winograd_input(b);
     winograd_dout(b, w->g->w.dout);
 }
@@ -1802,8 +1791,8 @@ static void weight_gradient(Work w) {
    as accumulators. patch_tile() or, with few channels, pair_tile() sums the data gradient, for one
    window over all channels, with the patch of pixels under the window's four filters as
    accumulators.
-   The image between convolution and pool is never stored: forward computes it image by image on the
-   stack of a thread and keeps the maxima and their positions.
+   The convolution's output is never stored as a whole: forward computes it one image at a time, on
+   the stack of a thread, and keeps the maxima and their positions.
 
    Gain, without Winograd: cifar with 64 channels 2.2, mnist 2.0; cifar with 6 channels, which
    Winograd does not suit, 2.8. */
@@ -1816,8 +1805,8 @@ typedef struct Windows {
     size_t corner[MASK_BITS];      // input pixel under the filter's corner at the first pixel
     size_t offset[WINDOW_PIXELS];  // from there to the input pixel at each of the four, in pixels
     size_t depth;                  // elements from an input pixel to the next
-    real *gradient;                // [count][channels]: before the pool and its ReLU
-    uint8_t *position; // [count][channels]: the pixel it is routed to; >= WINDOW_PIXELS: it is 0
+    real *gradient;                // [count][channels]: of the pixel that the window chose
+    uint8_t *position; // [count][channels]: that pixel, or >= WINDOW_PIXELS if the gradient is 0
     uint64_t *nonzero; // [channels]: mask of the windows whose gradient is not 0
     uint64_t *routed[WINDOW_PIXELS]; // [count][words]: mask of the channels routed to the pixel
 } Windows;
@@ -1908,7 +1897,7 @@ INLINE void add_patch(const size_t rows, const size_t taps, const size_t across,
         *(vec *)(t->din + i / across * t->row + i % across * t->pixel) = acc[i];
 }
 
-// Of each pixel one vector of channels; weights as of pack_channel().
+// For one vector of channels of each pixel, with weights from pack_channel()
 INLINE void patch_tile(const size_t rows, const size_t kernel, const PatchTile *t) {
     add_patch(rows, kernel, kernel + 1, t);
 }
@@ -1935,7 +1924,7 @@ static TermTileFunction *const term_tiles[2][6] = { // 3 x 3, 5 x 5; by vectors 
     {term_tile_3_1, term_tile_3_2, term_tile_3_3, term_tile_3_4, term_tile_3_5, term_tile_3_6},
     {term_tile_5_1, term_tile_5_2, term_tile_5_3, term_tile_5_4, term_tile_5_5}};
 
-// The sizes of such a backward, and what it works on.
+// What the backward of a convolution before a max-pool works on, and its sizes
 typedef struct PooledPass {
     Work w;
     size_t pitch, filter; // elements of a row of a filter, in whole vectors; of all its rows
@@ -1944,8 +1933,8 @@ typedef struct PooledPass {
     size_t channels_in;   // of din until it is stored, in whole vectors or half a vector
     size_t widest;        // the most vectors of a tile
     size_t sums, slices;  // of a slice of the images: elements, the filters' and then the biases'
-    size_t packed;        // elements of the weights as they are packed for the data gradient
-    real *weights;        // these
+    size_t packed;        // elements of the weights that are packed for the data gradient
+    real *weights;        // the packed weights
 } PooledPass;
 
 /* Where the channels are not whole vectors, the rows of filters would be read from unaligned
@@ -1966,7 +1955,7 @@ static PooledPass pooled_pass(Work w) {
     return p;
 }
 
-// On a thread's stack are an image of out in forward, two of in in backward: 1 MB at most.
+// A thread's stack holds one image of out (forward) or two of in (backward): at most 1 MB.
 static bool suits_pooled(const Layer *conv, const Layer *pool) {
     const size_t depth = pooled_pass((Work){.l = conv}).depth;
     return (conv->kernel_size == 3 || conv->kernel_size == 5) && conv->stride == 1 &&
@@ -1990,7 +1979,7 @@ static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
     return count < MASK_BITS ? mask & (((uint64_t)1 << count) - 1) : mask;
 }
 
-// gradient and position of w->count windows from `first` on
+// Sets gradient and position of w->count windows from `first` on.
 static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     const size_t from = image * shape_size(p->w.fused.pool->out) + first * w->channels;
@@ -2012,7 +2001,7 @@ static void route_gradient(const Windows *w, const PooledPass *p, size_t image, 
     }
 }
 
-// The terms of w->count windows from `first` on; dbias += their gradient
+// Finds the terms of w->count windows from `first` on; dbias += their gradient
 static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, size_t image,
                        size_t first) {
     const Layer *l = p->w.l;
@@ -2110,7 +2099,7 @@ static void pooled_image(real *sums, real *din, const real *packed, const Pooled
             for (; t.k < channels; t.k++, t.sums += p->filter)
                 tile(&t);
         }
-        for (size_t c = 0; p->w.din && c < p->channels_in; c += LANES) // whose weights fit L1
+        for (size_t c = 0; p->w.din && c < p->channels_in; c += LANES) // its weights fit L1
             add_windows(din, &w, p, c, packed);
     }
 }
@@ -2339,7 +2328,7 @@ typedef struct PooledForward {
     Pass pass;
 } PooledForward;
 
-// One image, by the register tile or Winograd
+// Computes one image by the register tile or by Winograd.
 static void pooled_ith_image(const void *context, size_t i) {
     const PooledForward *f = context;
     const Work *w = &f->w;
@@ -2352,7 +2341,7 @@ static void pooled_ith_image(const void *context, size_t i) {
     maxpool2d_image(w->out + i * size, w->saved + i * size, out, w->fused.pool);
 }
 
-// The same by planes, for few channels
+// Does the same by planes, for few channels.
 static void windows_ith_image(const void *context, size_t i) {
     const PooledForward *f = context;
     const Layer *l = f->w.l, *pool = f->w.fused.pool;
@@ -2382,7 +2371,10 @@ static void windows_ith_image(const void *context, size_t i) {
 static void conv2d_forward_pooled(Work w) {
     const PooledForward f = {
         w, bind_pass(forward_pass(w.l, w.fused.relu, w.prepared), NULL, w.in, w.bias, w)};
-    pack(&f.pass);
+    if (f.pass.tile)
+        pack_winograd(&f.pass);
+    else
+        pack_weights(&f.pass);
     parallel(w.n, suits_planes(w.l, w.fused.pool) ? windows_ith_image : pooled_ith_image, &f);
 }
 
@@ -2395,13 +2387,13 @@ static void conv2d_forward_pooled(Work w) {
 typedef struct ImageParts {
     Work w;
     void (*definition)(Work w);
-    size_t in_size; // elements of an image of in and din
     size_t parts;
 } ImageParts;
 
 // The same work on the images of a range only
-static Work work_on(Work w, Range images, size_t in_size, RandomKey *key) {
-    const size_t in = images.first * in_size, out = images.first * shape_size(w.l->out);
+static Work work_on(Work w, Range images, RandomKey *key) {
+    const size_t in = images.first * shape_size(w.l->in);
+    const size_t out = images.first * shape_size(w.l->out);
     w.n = images.count;
     w.in += in;
     w.din = w.din ? w.din + in : NULL;
@@ -2422,21 +2414,12 @@ static void compute_ith_part(const void *context, size_t i) {
     const ImageParts *p = context;
     const Range images = part_of((Range){0, p->w.n}, i, p->parts);
     RandomKey key;
-    p->definition(work_on(p->w, images, p->in_size, &key));
-}
-
-static void in_parts(Work w, void (*definition)(Work w), size_t in_size) {
-    const ImageParts p = {w, definition, in_size, min_size(w.n, 4 * num_threads)};
-    parallel(p.parts, compute_ith_part, &p);
+    p->definition(work_on(p->w, images, &key));
 }
 
 static void by_images(Work w, void (*definition)(Work w)) {
-    in_parts(w, definition, shape_size(w.l->in));
-}
-
-// The same for what works on the output of a row: in and din have the shape of out.
-static void by_outputs(Work w, void (*definition)(Work w)) {
-    in_parts(w, definition, shape_size(w.l->out));
+    const ImageParts p = {w, definition, min_size(w.n, 4 * num_threads)};
+    parallel(p.parts, compute_ith_part, &p);
 }
 
 static void forward_by_images(Work w) {
@@ -2450,16 +2433,19 @@ static void backward_by_images(Work w) {
 /* The backward of what is fused into a forward, in reverse order: of the ReLU, in place in dout,
    then of the sum: dresidual = dout, or +=. */
 static void fused_backward(Work w) {
+    Layer same_shape = *w.l; // a ReLU's and a sum's input has the shape of its output
+    same_shape.in = same_shape.out;
     Work relu = w, add = w;
+    relu.l = add.l = &same_shape;
     relu.din = w.dout;
     relu.accumulate = false;
     add.din = w.dresidual;
     add.accumulate = w.accumulate_residual;
     add.dresidual = NULL;
     if (w.fused.relu_backward)
-        by_outputs(relu, relu_backward);
+        by_images(relu, relu_backward);
     if (w.dresidual)
-        by_outputs(add, add_backward);
+        by_images(add, add_backward);
 }
 
 // As dropout_forward_naive(), for one image: 16 blocks of Philox at a time, which gcc vectorises
@@ -2495,9 +2481,9 @@ static void dropout_forward_fast(Work w) {
 
 /* ---- BatchNorm ---------------------------------------------------------------------------------
 
-   Sums over slices of the pixels, which do not depend on the number of threads; two passes over
-   each piece that fits into the cache, where the definition reads everything twice. The residual
-   and the ReLU that follow are part of the pass that writes out. */
+   The pixels are divided into BN_SLICES slices, whatever the number of threads, and each is summed
+   by itself, in two passes over each piece that fits into the cache, where the definition reads
+   everything twice. The residual and the ReLU that follow are part of the pass that writes out. */
 
 enum { BN_SLICES = 32 };
 
@@ -2549,7 +2535,7 @@ static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t c
     bn_update_stats(stats, channels, c, mean, squares, pixels);
 }
 
-// The slice's part of the scratch memory: sums[2][channels]; after the slices follow factors.
+// The slice's part of the scratch memory: sums[2][channels]; the factors come after the slices.
 static real *bn_sums(Work w, size_t slice) {
     return w.scratch + slice * 2 * w.l->in.c;
 }
@@ -2709,45 +2695,40 @@ static void sgd_fast(Update u) {
     by_blocks(u, sgd_naive);
 }
 
-/* The peak of multiply-adds, in GFLOP/s: independent sums in registers, on all threads at once; the
-   best of 10 runs of 1 ms. Known before the program's results need it: cnn.c declares it. */
-typedef struct PeakLoop {
-    real *kept; // of each thread: prevents dead-code elimination
-} PeakLoop;
+/* ---- The peak of multiply-adds, in GFLOP/s: independent sums in registers, on all threads at
+   once; the best of 10 runs of 1 ms. */
+
 enum { PEAK_STEPS = 400000, PEAK_RUNS = 10 };
 
-static void peak_ith_thread(const void *context, size_t i) {
-    const PeakLoop *p = context;
+static void peak_ith_thread(const void *unused, size_t thread) {
     vec sums[VECTOR_SUMS], factor = (vec){0} + (real)0.999, term = (vec){0} + (real)0.001;
+    volatile real kept = 0; // so that the compiler keeps the loop
+    (void)unused, (void)thread;
     UNROLLED(j, VECTOR_SUMS)
         sums[j] = (vec){0} + (real)j;
     for (int step = 0; step < PEAK_STEPS; step++)
         UNROLLED(j, VECTOR_SUMS)
             sums[j] = sums[j] * factor + term;
     UNROLLED(j, VECTOR_SUMS)
-        p->kept[i] += sums[j][0];
+        kept += sums[j][0];
+    (void)kept;
 }
 
 static double cpu_peak_gflops(void) {
-    const size_t threads = num_threads;
-    const PeakLoop loop = {must_alloc(threads * sizeof(real), "the peak")};
-    double best = 0, kept = 0;
+    const double flops = 2. * (double)num_threads * PEAK_STEPS * VECTOR_SUMS * LANES;
+    double shortest = INFINITY; // in seconds
     for (int run = 0; run < PEAK_RUNS; run++) {
         const double begin = now();
-        parallel(threads, peak_ith_thread, &loop);
-        best =
-            fmax(best, (double)threads * PEAK_STEPS * VECTOR_SUMS * LANES * 2. / (now() - begin));
+        parallel(num_threads, peak_ith_thread, NULL);
+        shortest = fmin(shortest, now() - begin);
     }
-    for (size_t i = 0; i < threads; i++)
-        kept += (double)loop.kept[i];
-    free(loop.kept);
-    return kept > 0 ? best / 1e9 : NAN;
+    return flops / shortest / 1e9;
 }
 
 /* ---- The table ----------------------------------------------------------------------------------
 
-   Convolutions, linear layers and max-pools have kernels of their own. What a
-   row keeps from step to step (prepared) are its pixel maps; its scratch memory holds packed
+   Convolutions, linear layers, max-pools, BatchNorm and dropout have kernels of their own. All that
+   a row keeps from step to step (prepared) is its pixel maps. Its scratch memory holds packed
    weights, sums of slices and Winograd's tiles. */
 
 static void conv2d_forward_fast(Work w) {
@@ -2772,7 +2753,7 @@ static void conv2d_backward_fast(Work w) {
     run_pass(&p);
 }
 
-// The largest of what the passes need, one after the other.
+// The passes use this memory one after the other, so it has the size of the largest.
 static size_t scratch_size_fast(const Layer *l, const Fusion *fused, size_t n) {
     if (l->kind == BATCHNORM2D)
         return (2 * BN_SLICES + 3) * l->in.c;
