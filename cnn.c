@@ -617,8 +617,8 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         bn_update_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-// weight / sqrt(variance + eps) of channel c, with the variance of the batch or, in evaluation, the
-// running one
+// Returns weight / sqrt(variance + eps) of channel c. The variance is the batch's, or in evaluation
+// the running one.
 static real bn_scale(Work w, size_t c) {
     const size_t channels = w.l->in.c;
     if (is_training(w))
@@ -1519,7 +1519,7 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
 // of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *cgroup_file, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
-    double limit = INFINITY; // if the line is "max"
+    double limit = INFINITY; // sscanf() leaves it so if the line is "max", or missing
     find_line(line, cgroup_file, "0::");
     if (!*line)
         return INFINITY;
@@ -2262,8 +2262,8 @@ static void make_normal(double pair[2]) {
     pair[1] = radius * sin(angle);
 }
 
-// param = factor * x, where x is standard normal or, if not, uniform in [-1, 1). `tensor` is the
-// tensor's number, so that tensors differ.
+// param = factor * x, where x is standard normal if `normal`, else uniform in [-1, 1). `tensor` is
+// the tensor's number, so that tensors differ.
 static void init_random(Net *net, real *param, size_t count, bool normal, real factor,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
@@ -4627,7 +4627,7 @@ static void plan_master(Communicator *c, size_t images) {
                     FOR_COMMUNICATION);
 }
 
-// Plans the memory of communication; rank, world, settings and team must be set.
+// Plans the memory of communication; rank, world, settings, team and dp must be set.
 static void comm_plan(Communicator *c, Net *net, Loader *loader) {
     const bool gpu = net->device->is_gpu;
     size_t numbers = max_size(net->param_size, net->stats_size);
@@ -5243,11 +5243,9 @@ typedef struct Option {
 
 static const char *model_names[LENGTH(models) + 1]; // listed from models[], up to a NULL
 
+// clang-format off
+#define WORDS(...) (const char *const[]){__VA_ARGS__, NULL}
 // The kind of an option, the offset of its field, the values that --help shows, and their limits
-#define WORDS(...)          \
-    (const char *const[]) { \
-        __VA_ARGS__, NULL   \
-    }
 #define AS_SWITCH(field) SWITCH, offsetof(Settings, field), WORDS("on", "off"), 0, 0
 #define AS_COUNT(field, value, min, max) COUNT, offsetof(Settings, field), WORDS(value), min, max
 #define AS_NUMBER(field, value, min, max) NUMBER, offsetof(Settings, field), WORDS(value), min, max
@@ -5257,7 +5255,6 @@ static const char *model_names[LENGTH(models) + 1]; // listed from models[], up 
 
 // An option without a default stays 0, or NOT_CHOSEN, unless the user or the model gives a value
 // (the limits exclude 0). Setting up (section 14) then determines it as the help text says.
-// clang-format off
 static const Option options[] = {
     {"--model", AS_NAME(model, model_names), "mnist", MUST_MATCH,
      "the network; each has its own defaults, listed below"},
@@ -5597,7 +5594,7 @@ static void format_number(char *text, size_t size, double number) {
     }
 }
 
-// Word number `number` of an option's words
+// Word number `number`, which is not NOT_CHOSEN, of an option's words
 static const char *choice_word(const char *option, int number) {
     return find_option(option)->values[number];
 }
@@ -5735,7 +5732,7 @@ typedef struct LineClock {
         int line;      // the line that begins at this mark, counted from the head of train(), or 0
         double *phase; // the phase of a step that its time is added to, or NULL
     } at_mark[CLOCK_MARKS];
-    LineTime lines[PROFILED_LINES]; // 0 is the head of train()
+    LineTime lines[PROFILED_LINES]; // counted as at_mark[].line
 } LineClock;
 
 // When checkpoints are saved, and what a signal has asked for; see Signals above
@@ -5955,7 +5952,8 @@ static void clock_charge(LineClock *c, double *phase) {
         c->at_mark[running].phase = phase;
 }
 
-// Sets the next mark, at which this line begins. Line 0 stands for the time outside of train().
+// Sets the next mark, at which this line begins. Line 0, the head of train(), is never timed, so it
+// stands for the time outside of train().
 static void clock_mark(LineClock *c, int line, double *phase) {
     clock_read_times(c, CLOCK_MARKS - 2);
     const size_t mark = c->marks_set % CLOCK_MARKS;
@@ -6039,6 +6037,10 @@ static void read_source_line(char *text, int size, FILE *source) {
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
     double total = 0;
+    if (c->marks_set == 0) {
+        fprintf(out, "No training step to profile\n");
+        return;
+    }
     FILE *source = open_source();
     for (size_t i = 0; i < PROFILED_LINES; i++)
         total += c->lines[i].seconds;
@@ -6354,7 +6356,7 @@ static bool keeps_row(const Run *run, const char *row, size_t steps_kept) {
     size_t epoch = 0, step = 0;
     sscanf(row, "%zu,%zu", &epoch, &step);
     if (epoch == run->epoch)
-        return step <= steps_kept;
+        return step > 0 && step <= steps_kept;
     return epoch > 0 && epoch < run->epoch;
 }
 

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.." || exit 1
 threads=${THREADS:-"1 $(nproc)"}
 nets=${NETS:-"mnist,64 cifar64,50 cifar64,250 cifar6,100 resnet18,32 resnet50,32"}
 
-python=$(tests/python_with.sh torch) || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
+python=$(tests/python_with.sh torch) || echo "No Python with PyTorch was found: no comparison"
 
 # ours NET BATCH THREADS: the line of build/bench; cifar64 is --model cifar --width 64
 ours() {

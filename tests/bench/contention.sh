@@ -63,7 +63,7 @@ theirs() {
         --seconds "$each" 2>/dev/null | grep -oP '\bimg_per_s=\K[0-9.]+' | tail -n 1
 }
 
-python=$(tests/python_with.sh torch) || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
+python=$(tests/python_with.sh torch) || echo "No Python with PyTorch was found: no comparison"
 
 for ((round = 1; round <= rounds; round++)); do
     for load in $loads; do

@@ -116,6 +116,14 @@ test_odd_sizes() {
         fi
         rm -rf "$tmp/one"
     done
+    # dp on GPUs: a rank's images are more numbers than the network's parameters, and one buffer receives both
+    if [ -x "$emulator" ]; then
+        local large=(--model cifar --dataset synthetic --limit-train 64 --limit-test 2 --batch-size 64 --epochs 1)
+        run --no-cuda "${large[@]}" --out "$tmp/one"
+        with gpus 2 "${large[@]}" --parallel dp
+        same_losses odd/large/dp_gpus 1 "$tmp/one" "$tmp/run"
+        rm -rf "$tmp/one"
+    fi
     # a test whose batches are smaller than a rank's share: the sanitizers see who writes where
     local tested=(--dataset synthetic --limit-train 24 --limit-test 3 --batch-size 12 --epochs 2)
     run --no-cuda "${tested[@]}" --test-batch-size 1 --out "$tmp/one"

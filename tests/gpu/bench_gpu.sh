@@ -50,7 +50,7 @@ reason() { grep -m 1 -oP 'error: \K.*' "$1" || tail -n 1 "$1"; }
 # Without PyTorch: no comparison
 python=
 [ "${MODES:-}" = none ] || python=$(tests/python_with.sh torch)
-[ -n "$python" ] || [ "${MODES:-}" = none ] || echo "PyTorch is not installed for ${PYTHON:-python3}: no comparison"
+[ -n "$python" ] || [ "${MODES:-}" = none ] || echo "No Python with PyTorch was found: no comparison"
 
 # limits VARIANT OPTIONS...: the roofline of every network, by build/bench_gpu
 limits() {

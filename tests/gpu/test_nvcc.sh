@@ -3,8 +3,8 @@
 # ./cnn that starts without a GPU. Needs no GPU. __launch_bounds__ in the kernels says how many blocks have to fit on a
 # multiprocessor: where the registers do not suffice, nvcc spills them.
 # build/registers.txt gets what depends on nvcc's version: registers and memory of every kernel. The machine code is
-# read with cuobjdump and nvdisasm, without which nvcc alone comes: pip install nvidia-cuda-cuobjdump
-# nvidia-cuda-nvdisasm, in .venv.
+# read with cuobjdump and nvdisasm. If nvcc came without them: .venv/bin/pip install nvidia-cuda-cuobjdump
+# nvidia-cuda-nvdisasm.
 # QUICK=1: only sm_80. What make has just compiled for tests/ptx is not compiled again. NVCC=PATH: another.
 # Prints `pass nvcc/NAME`, `fail nvcc/NAME: expected ..., found ...` or `skip nvcc/NAME: why`.
 suite=nvcc

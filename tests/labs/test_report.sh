@@ -345,6 +345,7 @@ test_missing() {
 test_implausible() {
     spoil train_loss c2/epochs.csv '2s/,2.3,/,nan,/' "a finite train_loss in epoch 1, found nan"
     spoil test_loss c2/epochs.csv '2s/,2,75,/,,75,/' "a finite test_loss in epoch 1, found None"
+    spoil accuracy c2/epochs.csv '3s/,75,/,nan,/' "a finite accuracy in epoch 2" "was it edited? Run it again"
     spoil step_loss c2/steps.csv '3s/,2.3,/,inf,/' "a finite loss in epoch 1, step 2, found inf"
     spoil throughput c2/epochs.csv '2s/,17,/,19,/' "img_per_s x seconds = 100" "19 x 6"
     spoilt && sed -i '2s/,2.3,/,2.2,/' spoilt/c2/epochs.csv

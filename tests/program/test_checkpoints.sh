@@ -141,7 +141,7 @@ test_resume_refuses() {
     run "${base[@]}" --checkpoint "$tmp/base" --max-steps 2
     same resume/keeps "$(printf '%s\n' format epoch batch devices images train_loss train_correct cnn.version cnn.checksum "${kept[@]}" | sort)" \
         "$(metadata "$tmp/base" | grep -oP '(^|,)"\K[a-z._-]+(?=":")' | sort)"
-    # a word, a number, a switch, one that is computed, and one whose optimizer has other tensors
+    # a word, a number, one with which the optimizer has other tensors, a switch, and one that is computed
     differs model --model mnist --optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --gamma 1
     differs lr --lr 0.002
     differs momentum:0 --momentum 0
@@ -367,7 +367,7 @@ change("optimizer", 'a tensor of this model, found ""optimizer.x"', numbers + by
 write("one_twice", "each tensor once", good[:-1] + "," + last + "}")
 for cut in range(1, len(good), len(good) // 20):
     write(f"cut_{cut}", "in its header: expected", good[:cut])
-write("trailing", 'found "}{}"', good + "{}")
+write("trailing", 'a comma and a tensor, or the end, found "}{}"', good + "{}")
 write("trailing_comma", 'found "}"', good[:-1] + ",}")
 write("zero_byte", "no zero byte", good.replace("fc3.weight", "fc3.\0ias"))
 write("list", "starts with {", "[" + good + "]")

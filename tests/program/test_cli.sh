@@ -434,6 +434,8 @@ END
 
     run "${tiny[@]}" --out "$tmp/without"
     same out/no_model_unasked "" "$(find "$tmp/without" "$tmp/cwd" -name '*.safetensors')"
+    run "${tiny[@]}" --eval --profile --out "$tmp/evaluated"
+    line out/profile_of_no_step '^No training step to profile$'
     same out/no_profile_unasked "" "$(find "$tmp/without" -name 'profile*')"
     same out/files "epochs.csv predictions.csv run.json steps.csv" \
         "$(find "$tmp/without" -type f -printf '%f\n' | sort | paste -sd ' ')"

@@ -75,7 +75,7 @@ LIKELY = {
     10: ("parallel", PARALLEL),
     11: ("checkpoints", CHECKPOINTS),
     12: ("helpers", CLI, CHECKPOINTS),
-    13: ("instruments", CLI, "labs/test_tools.sh", PARALLEL),
+    13: ("instruments", CLI, "robust/test_faults.sh", "labs/test_tools.sh", PARALLEL),
     14: ("steps", CLI, CHECKPOINTS, "program/test_data.sh", PARALLEL),
     15: ("steps", CLI, CHECKPOINTS, PARALLEL),
 }
