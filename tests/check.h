@@ -1,6 +1,6 @@
 /* check.h - what test programs share: verdicts, the comparison of tensors, random numbers.
 
-   Include it behind cnn.c, whose types it uses. Prints a line for each test: `pass SUITE/NAME`,
+   Include it after cnn.c, whose types it uses. Prints a line for each test: `pass SUITE/NAME`,
    `fail SUITE/NAME: what` or `skip SUITE/NAME: why`. Every number is drawn from a fixed seed: a
    failure repeats. */
 

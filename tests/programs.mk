@@ -27,7 +27,7 @@ $(addprefix build/,$(GPU_PROGRAMS)): build/%: build/%.o $(KERNELS) build/link_se
 	$(LINK) $(CUDA_LIBS) $(LIBS)
 $(addprefix build/emu_,$(GPU_PROGRAMS)): build/emu_%: build/%.o build/emu_kernels.o
 	$(LINK) -lstdc++ $(LIBS)
-# The layouts of the tensor cores: kernels of the test behind sections 1 to 7 of cnn_kernels.cu, as one file. Section 8
+# The layouts of the tensor cores: kernels of the test after sections 1 to 7 of cnn_kernels.cu, as one file. Section 8
 # would instantiate all of the kernels, which takes most of the compiler's time.
 build/test_tensor.cu: cnn_kernels.cu tests/gpu/test_tensor.cu
 	@mkdir -p build

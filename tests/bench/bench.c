@@ -58,7 +58,7 @@ static __attribute__((noinline)) void train_step(Run *run, const Batch *batch, s
     optimizer_step(&run->net, run->optimizer_state);
 }
 
-// Images a second over at least round_seconds and two steps, behind one that fills the caches.
+// Images a second over at least round_seconds and two steps, after one that fills the caches.
 static double measure_steps(Run *run, const Batch *batch, size_t *steps) {
     train_step(run, batch, (*steps)++);
     const double round_seconds = 0.4, begin = now();

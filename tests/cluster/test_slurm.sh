@@ -194,7 +194,7 @@ exec "$@"
 END
 chmod +x "$tmp/bin/nsys"
 
-# The commands of labs/slurm.md in the same order, with a smaller run behind those that submit a job.
+# The commands of labs/slurm.md in the same order, with a smaller run after those that submit a job.
 test_readme() {
     local command script gpus jobs=() i cnn_of_job more
     while read -r command; do

@@ -186,7 +186,7 @@ static std::set<const Graph *> graphs;       // that have not been destroyed
 static std::deque<Stream> streams;           // queued operations may refer to destroyed streams
 static std::deque<Event> events;             // and events: neither is ever deleted
 
-// With CUEMU_LEAKS=1, tells at the end of the process what it has not freed. Defined behind what it
+// With CUEMU_LEAKS=1, tells at the end of the process what it has not freed. Defined after what it
 // counts: objects are destroyed in the reverse order.
 static struct Leaks {
     ~Leaks() {

@@ -1113,7 +1113,7 @@ static void test_moments(const Kernels *k) {
     }
     integers = false;
     memset(tiles, 0, sizeof tiles);
-    verdict("batchnorm2d behind conv2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
+    verdict("batchnorm2d after conv2d, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
 // All tiles of a product give the same bits.

@@ -3,7 +3,7 @@
    notice it, and bank conflicts only cost time. Also the tiles that are chosen for the products of
    some networks: test_tensor late lists those whose last blocks leave many multiprocessors idle.
 
-   It is compiled behind cnn_kernels.cu, as one file: cat cnn_kernels.cu tests/gpu/test_tensor.cu */
+   It is compiled after cnn_kernels.cu, as one file: cat cnn_kernels.cu tests/gpu/test_tensor.cu */
 
 #line 9 "tests/gpu/test_tensor.cu"
 #include <stdarg.h>

@@ -623,7 +623,7 @@ for name, (shape, mflop, passes) in want.items():
         print(name, "expected", gflops, "found", r["gflops"])
 if all(float(r["percent_of_peak"]) == 0 for r in rows.values()):
     print("per cent", [r["percent_of_peak"] for r in rows.values()])
-# At most a quarter of the gradients behind a max-pool is not 0.
+# At most a quarter of the gradients before a max-pool is not 0.
 saved = {name: float(r["saved"]) for name, r in rows.items()}
 if not (saved["conv1"] >= 1.6 and saved["conv2"] >= 2 and saved["fc1"] == 1):
     print("expected at least 2 / (1 + 1 / 4), 3 / (1 + 2 / 4) and 1, found", saved)

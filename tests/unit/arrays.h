@@ -4,7 +4,7 @@
 static const bool is_double = sizeof(real) == sizeof(double);
 static bool quick;
 
-enum { GUARD = 128 / sizeof(real) }; // what zeroed_alloc() leaves behind an array
+enum { GUARD = 128 / sizeof(real) }; // what zeroed_alloc() leaves after an array
 static const real guard_value = -12345;
 
 // Guard values precede and follow the numbers, both inside of what zeroed_alloc() gave.

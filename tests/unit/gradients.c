@@ -11,7 +11,7 @@ static void build_plain_net(Net *net, const Kernels *k, size_t kernel, size_t st
     size_t x = relu(net, conv2d(net, 0, 5, kernel, 1, kernel / 2)); // 5 x 9 stays, or grows by one
     x = conv2d(net, x, 9, kernel, stride, padding);
     Shape s = net->layers[x].out;
-    bool pool_first = (stride + padding) % 2; // a ReLU behind a convolution, or behind a max-pool
+    bool pool_first = (stride + padding) % 2; // a ReLU after a convolution, or after a max-pool
     x = pool_first ? x : relu(net, x);
     size_t window = s.h >= 3 && s.w >= 3 && padding != 1 ? 3 : 2;
     size_t step = stride == 2 && kernel % 2 ? window - 1 : window; // windows that overlap, or not
