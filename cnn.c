@@ -4,7 +4,7 @@
    weights and reports where the time went.
 
      make run                         trains the MNIST network for one epoch on this machine
-     make                             builds ./cnn, for every GPU if there is nvcc
+     make                             builds ./cnn, with GPU support if nvcc is installed
      ./cnn --epochs 3 --workers 2     the options of the PyTorch MNIST example, and more
      ./cnn --help                     lists all of them
      gcc -O2 -fopenmp cnn.c -o cnn -lm -lpthread     builds it without make; cnn.c includes
@@ -31,9 +31,11 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   A section builds on the sections before it. Four names are declared before the section that
-   defines them: LossScale (used in section 1, defined in 3), die() (2, in 3), naive_kernels (4, in
-   7) and cpu_peak_gflops() (7, in cnn_kernels.c).
+   A section builds on the sections before it. Four names are declared before they are defined:
+     LossScale            used in section 1, defined in section 3
+     die()                used in section 2, defined in section 3
+     naive_kernels        used in section 4, defined in section 7
+     cpu_peak_gflops()    used in section 7, defined in cnn_kernels.c
    Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its images, run it on
    several devices and store its weights; 12 to 14 are options, measurements and set-up. For an
    overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
@@ -241,8 +243,9 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
    whose name ends in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
-   function sets x, and "x (+=)" that it adds to x. How a sum is split and in which order its parts
-   are added depends only on the shapes, so results are bit-identical for any --threads.
+   function sets x, and "x (+=)" that it adds to x. A layer without parameters has no backward pass
+   unless din is needed; the others must test din for NULL. How a sum is split and in which order
+   its parts are added depends only on the shapes, so results are bit-identical for any --threads.
 
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
    contiguous, so that the compiler vectorises it: each output is still the same sum in the same
@@ -574,7 +577,8 @@ static void add_backward(Work w) {
    the m = n * h * w pixels of the batch:
      mean = sum of in / m                     variance = sum of (in - mean)^2 / m
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
-     running = (1 - momentum) * running + momentum * (mean, or variance * m / (m - 1))
+     running_mean = (1 - momentum) * running_mean + momentum * mean
+     running_variance = (1 - momentum) * running_variance + momentum * variance * m / (m - 1)
    Evaluation uses the running statistics instead of the batch's. Sums are in double. A thread sums
    a block of adjacent channels, pixel by pixel. The backward pass takes mean and 1 / sqrt(variance
    + eps) from stats, where the forward pass of the same batch has stored them. */
@@ -955,7 +959,7 @@ typedef struct Batch {
     const DeviceDataset *resident; // the data set on the device, which replaces images; or NULL
     RandomKey key;                 // of the random numbers of these images
     size_t n;                      // how many images
-    size_t number;                 // of the batch in the epoch, from 0
+    size_t number;                 // which batch of the epoch this is, from 0
 } Batch;
 
 // ---- Devices and their kernels
@@ -1050,7 +1054,7 @@ typedef struct DeviceInfo {
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
-    // GPU: how many there are; if 0, it stores the reason
+    // GPU: the number of GPUs; if there is none, sets *why_not
     size_t (*count)(const char **why_not);
     // makes the calling thread compute for this replica, on device `number`; errors go to on_error
     void (*use)(size_t replica, size_t number, void (*on_error)(int status, const char *, ...));
@@ -1627,10 +1631,11 @@ enum { ALIGN = CACHE_LINE / sizeof(real) }; // in elements
 
 /* Which kernels compute a row, and where its arrays are. For example, conv -> batchnorm -> relu,
    where the kernels of the batchnorm also compute the ReLU:
-     rows          computed by   output      gradient
-     1 conv        1             at 0        at 0
-     2 batchnorm   2             at 4096     at 4096
-     3 relu        2             at 4096     at 4096     fused: its output is that of row 2 */
+     rows          computed by   output      gradient    in bytes
+     0 input       0             at 0        none
+     1 conv        1             at 1024     at 0
+     2 batchnorm   2             at 5120     at 4096
+     3 relu        2             at 5120     at 4096     fused: has the output of row 2 */
 typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     RowMode mode;
@@ -1693,9 +1698,10 @@ typedef struct Net {
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
-    // The minimum number of times that forward and backward together read or write each element.
-    // The comments at the rows name the arrays, first the forward pass's. A byte of a mask counts
-    // as a quarter of an element.
+    // The minimum number of times that forward and backward together read or write each element of
+    // an array or of its gradient. The comments at the rows name these arrays, first the forward
+    // pass's. For a conv2d, in, weight, din and dweight are accessed 3 times in all, and so are out
+    // and dout. A byte of a mask counts as a quarter of an element.
     double in_accesses;  // of the input and the weights
     double out_accesses; // of the output, and of the input where it has the same shape
     bool saves;          // a byte for each output: an argmax or a mask
@@ -1921,10 +1927,11 @@ static bool may_overwrite(const Net *net, size_t row) {
     return !kinds[net->layers[row].kind].needs_out && !kinds[net->layers[writer].kind].needs_out;
 }
 
-/* Fuses a max-pool with the convolution before it. Its backward then includes the ReLU between
-   them, and the ReLU before the convolution, if nothing else reads that. For example, in conv1 ->
-   relu -> conv2 -> relu -> pool, where both ReLUs have been fused:
-                                  conv1           conv2
+/* Makes a convolution's kernels compute the max-pool that follows. The convolution's backward then
+   includes the backward of the ReLU between the two, and of the ReLU before the convolution, unless
+   another row reads that ReLU. For example, in conv1 -> relu -> conv2 -> relu -> pool, where both
+   ReLUs have been fused:
+                                  conv1           conv2           conv2
                                   relu_backward   relu_backward   input_relu_backward
      before                       true            true            false
      after                        false           false           true
@@ -2008,15 +2015,16 @@ static bool reads_row_of(const Net *net, size_t row, size_t writer) {
     return input_writer == writer || residual_writer == writer;
 }
 
-/* Whether the residual of `row` may keep its gradient in the memory of the sum's gradient: both are
-   the same, and an add that is not fused would copy it. With row = 3,
+/* Whether the residual of `row` may keep its gradient in the memory of the sum's gradient. The two
+   gradients are equal at first, so sharing saves the copy that a separate add makes. It fails if
+   another reader of the residual writes to this memory before the backward pass of `row` has read
+   it. Backward runs from the last row to the first, so neither `row` itself nor a later row may
+   read the residual in another way. An earlier row may: it runs later, and adds. With row = 3,
      row            reads
      1 relu         0
-     2 conv         1
+     2 conv         1          reads row 1, too: sharing is allowed
      3 batchnorm    2          its kernels also compute row 4; its residual is row 1
-     4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later
-   row 1 may, unless row 3 itself or a later row also reads it: the backward pass of such a row
-   would write to the shared memory before the sum's gradient has been used. */
+     4 add          3 and 1    its gradient is also that of row 1, to which row 2 adds later */
 static bool may_share_gradient(const Net *net, size_t row) {
     const RowPlan *plans = net->row_plans;
     const size_t writer = plans[plans[row].residual].computed_by;
@@ -2771,7 +2779,7 @@ static void backward(Net *net, size_t n) {
 }
 
 typedef struct BatchLoss {
-    double mean;           // of the losses of the images
+    double mean;           // the mean loss of the images
     double correct_images; // how many are classified correctly
 } BatchLoss;
 
@@ -3656,7 +3664,8 @@ static void draw_field(float *field, Shape s, uint32_t first_counter, const Rand
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
-   alpha = 34 pixels, with bilinear interpolation. fmaf() rounds once on a CPU and on a GPU. */
+   alpha = 34 pixels, with bilinear interpolation. fmaf() is used so that no
+   compiler chooses whether to fuse a multiply-add: CPU and GPU produce the same bytes. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     size_t pixels = s.h * s.w;
     float field[2][pixels]; // displacements in y and in x
@@ -3970,7 +3979,8 @@ static void order_epoch(Loader *loader, uint64_t seed, size_t epoch) {
     for (size_t i = 0; i + 1 < ranks; i++)
         loader->order[count + i] = loader->order[i];
     loader->key = (RandomKey){seed, epoch, rank, ranks};
-    // (count - first) / ranks, rounded up. In training, all ranks have as many images as rank 0.
+    // (count - first) / ranks, rounded up; first may be larger than count. In training, all ranks
+    // have as many images as rank 0.
     const size_t first = epoch == TEST_EPOCH ? rank : 0;
     loader->rank_images = (count + ranks - 1 - first) / ranks;
     /* LAB 8.2 END */
@@ -4054,7 +4064,7 @@ typedef struct Team {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     struct Communicator *comms[MAX_REPLICAS]; // by rank
-    size_t arrivals[MAX_REPLICAS];            // the barriers that each rank has reached
+    size_t arrivals[MAX_REPLICAS];            // how many barriers each rank has reached
     // For dp: the master's batch, and the outputs, gradients and losses of all its images, laid out
     // as in a network
     const Batch *batch;
@@ -4087,7 +4097,7 @@ typedef struct Communicator {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    double seconds;    // that communication took since the last step
+    double seconds;    // the time of communication since the last step
     double bytes_sent; // since the last step; under dp, sent or received
     MemoryPlan plan;
 } Communicator;
@@ -4257,8 +4267,8 @@ static bool uses_nccl(const Communicator *c) {
     return is_built_in && is_process && has_own_gpu;
 }
 
-/* One step around the ring: sends data[send] to the right neighbour and receives data[receive] from
-   the left neighbour, with = or, if add, +=. Threads read from the left neighbour's memory. */
+/* One step around the ring: sends data[send] to the right neighbour; stores what the left neighbour
+   sends in data[receive], or adds it if `add`. Threads read from the left neighbour's memory. */
 static void ring_step(Communicator *c, real *data, Range send, Range receive, bool add) {
     const real *from;
     if (c->team) {
@@ -4324,8 +4334,8 @@ static void broadcast(Communicator *c, real *data, size_t count) {
     team_barrier(c);
 }
 
-// In bytes. comm_plan() makes the buffers larger by one chunk, since a tiny network's buffers would
-// be smaller than a chunk.
+// The bytes of a message of gather_around_ring(). comm_plan() adds them to each buffer, so that a
+// message fits even if the network is tiny.
 enum { GATHER_CHUNK = 4096 };
 
 // Threads of one process read the other ranks' bytes where they are.
@@ -5402,7 +5412,7 @@ static void set_word(void *field, const Option *o, const char *text) {
     if (o->kind == SWITCH)
         *(bool *)field = strcmp(text, "on") == 0;
     else if (o->kind == CHOICE)
-        *(int *)field = number; // gcc and clang store an enum as an int
+        *(int *)field = number; // gcc and clang store it as (unsigned) int
     else
         *(const char **)field = text;
 }
@@ -5453,7 +5463,7 @@ static void print_help(void) {
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
-// Whether a word, up to a = if there is one, is this name
+// Whether the part of `word` before a = equals `name`
 static bool is_option(const char *word, const char *name) {
     const size_t length = strcspn(word, "=");
     return strlen(name) == length && strncmp(word, name, length) == 0;
@@ -5585,7 +5595,7 @@ static size_t parse_options(Settings *s, int argc, char **argv) {
     return default_batch_size;
 }
 
-// text = the number with the fewest digits, 6 to 17, from which strtod() recovers it
+// text = the number, with the fewest significant digits, 6 to 17, that strtod() reads back exactly
 static void format_number(char *text, size_t size, double number) {
     for (int digits = 6; digits <= 17; digits++) {
         snprintf(text, size, "%.*g", digits, number);
@@ -5804,7 +5814,8 @@ typedef struct Run {
     size_t epoch_images;     // that this rank's loader loads in an epoch
     size_t batch_per_device; // the largest number of images in a step on this device
     size_t epoch_steps;
-    // the position, and the sums of the running epoch
+    // The position, and the sums of the running epoch. Messages and steps.csv count the steps of an
+    // epoch from 1; --trace-steps and the trace count the steps of the run from 0.
     size_t epoch;       // from 1
     size_t batch_index; // the next batch of the epoch, from 0
     EpochResult epoch_result;
@@ -5920,12 +5931,13 @@ static void print_csv_header(FILE *csv, const char *record) {
 /* ---- The clock of train(). Each line there begins with AT(...), except for while, if and else.
    AT() sets a mark: the end of the previous line and the beginning of this one, whose time is also
    added to a phase of the step. Since a GPU runs queued work asynchronously, times are read only
-   when they are needed or a mark is reused. Mark m is the device's event m % CLOCK_MARKS, which was
-   mark m - CLOCK_MARKS before. So at most CLOCK_MARKS - 1 marks may be unread when it is set: the
-   one at which the running line begins, and CLOCK_MARKS - 2 before it.
+   when they are needed or a mark is reused. The device has CLOCK_MARKS events, which are used in a
+   cycle: mark m is the event of mark m - CLOCK_MARKS, which must have been read before. So when a
+   mark is set, at most CLOCK_MARKS - 1 marks may be unread: the start of the running line, and
+   CLOCK_MARKS - 2 earlier ones.
 
      mark           0        1        2        3        4
-                    | line 0 | line 1 | line 2 | line 3 | the running line
+                    | first  | second | third  | fourth | the running line
                     |   times read    |   not yet read  |
                               times_read = 2        marks_set = 5              */
 
@@ -6411,7 +6423,8 @@ static void remove_results(const Run *run) {
 
 static void open_logs(Run *run) {
     remove_results(run);
-    // The second column of epochs.csv is the number of images: no row of the running epoch is kept.
+    // keeps_row() compares the second column with steps_kept. In epochs.csv that is the number of
+    // images, so 0 drops a row of the running epoch.
     run->recorder.epochs_csv = open_log(run, "epochs.csv", EPOCH_ROW, 0);
     run->recorder.steps_csv = open_log(run, "steps.csv", STEP_ROW, run->batch_index);
     begin_run_json(run);
@@ -6487,8 +6500,8 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
 
 /* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
    epoch's sums and to steps.csv, and gathers their requests. Ends the run if a gradient was not
-   finite. The running line of train() was to be charged to a row of `steps` that this empties: it
-   is charged to the first step of the next interval instead. */
+   finite. AT() has directed the time of the running line of train() to a step of the buffer that
+   this empties; clock_charge() redirects it to the first step of the next interval. */
 static void flush_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_read_times(&run->clock, 0);
