@@ -3664,8 +3664,8 @@ static void draw_field(float *field, Shape s, uint32_t first_counter, const Rand
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
-   alpha = 34 pixels, with bilinear interpolation. fmaf() is used so that no
-   compiler chooses whether to fuse a multiply-add: CPU and GPU produce the same bytes. */
+   alpha = 34 pixels, with bilinear interpolation. fmaf() is used so that no compiler chooses
+   whether to fuse a multiply-add: CPU and GPU produce the same bytes. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     size_t pixels = s.h * s.w;
     float field[2][pixels]; // displacements in y and in x
@@ -5551,7 +5551,7 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, text);
 }
 
-// Sets the table's defaults, then those of a model.
+// Sets the table's defaults, then a model's defaults.
 static void parse_defaults(Settings *s, const char *model_defaults) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     for (const Option *o = options; o < options + OPTIONS; o++)
