@@ -76,7 +76,7 @@ make doctor      show what this machine provides, and how to get what is missing
 make clean       remove everything that make built; runs/ is kept
 
 make emulate     build ./cnn-emu, the GPU code on the CPU; count: ./cnn-count, which counts what kernels read and write
-make debug       build ./cnn-debug, with the address and undefined-behaviour sanitizers
+make debug       build ./cnn-debug, with the address and undefined-behavior sanitizers
 make races       check the GPU kernels for data races, in the emulator
 make see KERNEL=NAME  show what a block of a kernel reads and writes: labs/tools/see.py --help
 make ptx         build programs that execute what nvcc compiled on the CPU

@@ -248,7 +248,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
    its parts are added depends only on the shapes, so results are bit-identical for any --threads.
 
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
-   contiguous, so that the compiler vectorises it: each output is still the same sum in the same
+   contiguous, so that the compiler vectorizes it: each output is still the same sum in the same
    order as in the textbook's loops. */
 
 #ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu continues in section 3
@@ -392,7 +392,7 @@ static void conv2d_parameter_gradients(Work w) {
                        with y * s + i - padding = iy and x * s + j - padding = ix;
                        += if accumulate
 
-   gcc may not reorder the terms of a floating-point sum, so it does not vectorise a loop that
+   gcc may not reorder the terms of a floating-point sum, so it does not vectorize a loop that
    computes a single sum. The weights are therefore transposed: the innermost loop then runs over
    the input channels, each with its own sum. */
 static void conv2d_input_gradient(Work w) {
@@ -891,26 +891,26 @@ enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 
    where `first` is a whole number and 0 <= share < 1. The same holds for columns. For example, with
    factor 2 row 3 is at 7/4 - 1/2 = 1 + 1/4: three quarters of row 1 and a quarter of row 2.
    (PyTorch's F.interpolate() with mode="bilinear" and align_corners=False.) */
-typedef struct Neighbours {
+typedef struct Neighbors {
     uint32_t first;
     float share; // of the row after `first`; 0 if there is none
-} Neighbours;
+} Neighbors;
 
-static inline HOST_DEVICE Neighbours neighbours_of(size_t i, size_t factor, size_t count) {
+static inline HOST_DEVICE Neighbors neighbors_of(size_t i, size_t factor, size_t count) {
     // in units of 1 / (2 factor), in which the positions are whole numbers
     const uint32_t half = (uint32_t)factor;
     const uint32_t one = 2 * half;
     const uint32_t last = one * ((uint32_t)count - 1);
-    const uint32_t centre = 2 * (uint32_t)i + 1;
-    uint32_t position = centre > half ? centre - half : 0;
+    const uint32_t center = 2 * (uint32_t)i + 1;
+    uint32_t position = center > half ? center - half : 0;
     if (position > last)
         position = last;
-    Neighbours n = {position / one, (float)(position % one) / (float)one};
+    Neighbors n = {position / one, (float)(position % one) / (float)one};
     return n;
 }
 
 // The share of the row `first` (0) or of the one after it (1)
-static inline HOST_DEVICE float neighbour_share(Neighbours n, size_t which) {
+static inline HOST_DEVICE float neighbor_share(Neighbors n, size_t which) {
     return which == 0 ? 1 - n.share : n.share;
 }
 
@@ -942,7 +942,7 @@ typedef struct DeviceDataset {
     const uint8_t *images;  // [count][h][w][c]
     const uint8_t *labels;  // [count]
     uint32_t *order;        // the epoch's permutation: order[position] = image
-    const real *normalised; // [c][256]: the value of each byte of a channel
+    const real *normalized; // [c][256]: the value of each byte of a channel
     Shape shape;
     size_t factor; // --resize: by which the images are enlarged
     Augmentation augment;
@@ -951,7 +951,7 @@ typedef struct DeviceDataset {
 
 // The images of one step, in the memory of a loader.
 typedef struct Batch {
-    real *images;    // [n][h][w][c], normalised
+    real *images;    // [n][h][w][c], normalized
     uint8_t *labels; // [n]
     // where the kernels read them: the same arrays on a CPU, copies on a GPU
     real *device_images;
@@ -1098,7 +1098,7 @@ typedef struct Device {
    a table. Entries marked GPU are not called on a CPU. */
 typedef struct Kernels {
     const Device *device;
-    KernelsChoice name;
+    KernelsChoice choice;
     Precision precision;
     size_t element_bytes; // bytes of an element of activations and of their gradients
     struct {
@@ -1918,7 +1918,7 @@ static size_t count_reads(const Net *net, size_t row) {
 // reader, the output must not be the images, and no backward pass may need it: neither the row's
 // own nor the backward pass of the row whose kernels wrote it. The kernels' fuse() decides whether
 // the reader's own backward pass allows it.
-static bool may_overwrite(const Net *net, size_t row) {
+static bool is_output_disposable(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
         return false; // the images
@@ -1993,7 +1993,7 @@ static void plan_fusion(Net *net) {
         RowPlan *plan = &net->row_plans[i];
         const size_t target = net->row_plans[l->input].computed_by;
         plan->computed_by = i;
-        if (may_overwrite(net, l->input))
+        if (is_output_disposable(net, l->input))
             plan->mode = k->fuse(&net->layers[target], &net->row_plans[target].fused, l);
         if (plan->mode == FUSED_INTO_EARLIER)
             fuse_row(net, i, target);
@@ -2201,7 +2201,7 @@ static void check_row(const Net *net, size_t i) {
         require_kernels(net, k, "make_kernels() of cnn_kernels.cu", i);
     else
         require_kernels(net, &naive_kernels, "naive_kernels", i);
-    if (k->name == FAST)
+    if (k->choice == FAST)
         require_kernels(net, k, "fast_kernels", i);
     if (net->layers[l->input].kind == LOG_SOFTMAX || net->layers[l->other].kind == LOG_SOFTMAX)
         die(1, "model %s, row %zu: reads a log_softmax; expected log_softmax only as the last row",
@@ -2528,7 +2528,7 @@ typedef struct Model {
     const char *synthetic_like;
     const char *defaults; // options that differ from the table in section 12
     // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
-    bool normalise_to_plus_minus_one;
+    bool normalize_to_plus_minus_one;
     bool logs_throughput; // log lines with images per second, as in the tutorial "Deep Learning at
                           // Scale" of SC20; else those of PyTorch's MNIST example
 } Model;
@@ -2557,7 +2557,7 @@ static const Model models[] = {
      .datasets = "cifar10 synthetic",
      .synthetic_like = "cifar10",
      .defaults = "--optimizer sgd --lr 0.001 --momentum 0.9 --batch-size 4 --epochs 2 --gamma 1",
-     .normalise_to_plus_minus_one = true},
+     .normalize_to_plus_minus_one = true},
     RESNET_MODEL(8, "cifar10"),
     RESNET_MODEL(18, "cifar100"),
     RESNET_MODEL(34, "cifar100"),
@@ -3116,7 +3116,7 @@ static double flops_of_definition(Work w) {
 
 static const Kernels naive_kernels = {
     .device = &cpu_device,
-    .name = NAIVE,
+    .choice = NAIVE,
     .precision = FP32,
     .element_bytes = sizeof(real),
     .layers = {[CONV2D] = {conv2d_forward_naive, conv2d_backward_naive},
@@ -3159,7 +3159,7 @@ enum { CPU_KERNELS = LENGTH(cpu_kernels) };
 
 /* ==== 8. Datasets ================================================================================
 
-   Images stay bytes in memory, as they are on disk; the loader normalises them. Files are not
+   Images stay bytes in memory, as they are on disk; the loader normalizes them. Files are not
    trusted: every count is checked against the file's real size before it is used. */
 
 // A data file. A compressed one is read through `gzip -dc`, which needs no library.
@@ -3394,7 +3394,7 @@ static const DatasetInfo dataset_infos[] = {
      .shape = {28, 28, 1}, .classes = 10, .counts = {60000, 10000},
      .mean = {.1307}, .std = {.3081},
      .read = read_idx_set, .files = IDX_FILES},
-    // normalised with the constants of MNIST, as in PyTorch's example
+    // normalized with the constants of MNIST, as in PyTorch's example
     {.name = "fashion-mnist",
      .shape = {28, 28, 1}, .classes = 10, .counts = {60000, 10000},
      .mean = {.1307}, .std = {.3081},
@@ -3438,7 +3438,7 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
     const bool synthetic = strcmp(name, "synthetic") == 0;
     const char *source = synthetic ? model->synthetic_like : name;
     DatasetInfo info = *find_dataset_info(source);
-    if (info.shape.c == 3 && (model->normalise_to_plus_minus_one || synthetic))
+    if (info.shape.c == 3 && (model->normalize_to_plus_minus_one || synthetic))
         for (size_t c = 0; c < 3; c++) {
             info.mean[c] = .5;
             info.std[c] = .5;
@@ -3457,7 +3457,7 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
 enum { GLYPH_SIZE = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
-// The value as a byte, limited to 0 to 255. gcc vectorises selects, but not fminf().
+// The value as a byte, limited to 0 to 255. gcc vectorizes selects, but not fminf().
 static uint8_t to_byte(float value) {
     const float not_negative = value < 0 ? 0 : value;
     const float limited = not_negative > 255 ? 255 : not_negative;
@@ -3508,7 +3508,7 @@ static size_t add_glyph(float *pixels, const float *glyphs, const DatasetInfo *i
     return label;
 }
 
-// Draws image number `index`: grey, two glyphs and noise.
+// Draws image number `index`: gray, two glyphs and noise.
 static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
                            const DatasetInfo *info, uint32_t index) {
     const size_t size = shape_size(info->shape);
@@ -3713,7 +3713,7 @@ typedef struct Loader {
     Shape shape;      // of the images in a batch
     Augment *augment; // NULL leaves images as they are
     size_t batch_size;
-    real normalised[3][256]; // (byte / 255 - mean) / std, by channel
+    real normalized[3][256]; // (byte / 255 - mean) / std, by channel
     // the epoch
     uint32_t *order;    // its permutation: order[position] = image
     size_t rank_images; // how many of its images are this rank's
@@ -3744,57 +3744,57 @@ typedef struct Loader {
 } Loader;
 
 // Channel c of a pixel between four pixels of an image
-static real interpolate(const real *image, Shape s, Neighbours rows, Neighbours columns, size_t c) {
+static real interpolate(const real *image, Shape s, Neighbors rows, Neighbors columns, size_t c) {
     float sum = 0;
     for (size_t i = 0; i < 4; i++) {
         const size_t down = i / 2, right = i % 2;
         const size_t y = rows.first + down, x = columns.first + right;
-        const float weight = neighbour_share(rows, down) * neighbour_share(columns, right);
+        const float weight = neighbor_share(rows, down) * neighbor_share(columns, right);
         if (weight > 0) // otherwise, the pixel may be outside the image
             sum = fmaf(weight, (float)image[(y * s.w + x) * s.c + c], sum);
     }
     return sum;
 }
 
-// out = an image of shape s, enlarged by a whole factor; see Neighbours
+// out = an image of shape s, enlarged by a whole factor; see Neighbors
 static void enlarge(real *out, const real *image, Shape s, size_t factor) {
     const size_t width = s.w * factor;
     for (size_t y = 0; y < s.h * factor; y++) {
-        const Neighbours rows = neighbours_of(y, factor, s.h);
+        const Neighbors rows = neighbors_of(y, factor, s.h);
         for (size_t x = 0; x < width; x++) {
-            const Neighbours columns = neighbours_of(x, factor, s.w);
+            const Neighbors columns = neighbors_of(x, factor, s.w);
             for (size_t c = 0; c < s.c; c++)
                 out[(y * width + x) * s.c + c] = interpolate(image, s, rows, columns, c);
         }
     }
 }
 
-// out = the normalised values of an image
-static void normalise(const Loader *loader, real *out, const uint8_t *image) {
+// out = the normalized values of an image
+static void normalize(const Loader *loader, real *out, const uint8_t *image) {
     const Shape s = loader->data->info->shape;
     for (size_t p = 0; p < shape_size(s); p += s.c)
         for (size_t c = 0; c < s.c; c++)
-            out[p + c] = loader->normalised[c][image[p + c]];
+            out[p + c] = loader->normalized[c][image[p + c]];
 }
 
-// out = the image at a position of the epoch, augmented, normalised and enlarged
+// out = the image at a position of the epoch, augmented, normalized and enlarged
 static void load_image(const Loader *loader, real *out, size_t position) {
     const Shape s = loader->data->info->shape;
     const size_t size = shape_size(s), factor = loader->shape.h / s.h;
     const uint8_t *bytes = loader->data->images + loader->order[position] * size;
     uint8_t augmented[size];
-    real normalised[size];
+    real normalized[size];
     if (loader->augment) {
         const RandomKey key = {loader->key.seed, loader->key.epoch, position, 1};
         loader->augment(augmented, bytes, s, &key);
         bytes = augmented;
     }
     if (factor == 1) {
-        normalise(loader, out, bytes);
+        normalize(loader, out, bytes);
         return;
     }
-    normalise(loader, normalised, bytes);
-    enlarge(out, normalised, s, factor);
+    normalize(loader, normalized, bytes);
+    enlarge(out, normalized, s, factor);
 }
 
 // Fills a batch. If the data set is resident, the device adds the images.
@@ -3891,7 +3891,7 @@ static void loader_plan(Loader *loader, const Dataset *data, size_t batch_size, 
     if (consumer.resident) {
         memory_plan_add(p, &r->images, data->count * shape_size(shape), DEVICE_MEMORY, FOR_DATA);
         memory_plan_add(p, &r->labels, data->count, DEVICE_MEMORY, FOR_DATA);
-        memory_plan_add(p, &r->normalised, sizeof loader->normalised, DEVICE_MEMORY, FOR_DATA);
+        memory_plan_add(p, &r->normalized, sizeof loader->normalized, DEVICE_MEMORY, FOR_DATA);
         memory_plan_add(p, &r->order, order_bytes(loader), DEVICE_MEMORY, FOR_DATA);
     } else if (consumer.device->is_gpu) {
         memory_plan_add(p, &loader->device_images, image_bytes, DEVICE_MEMORY, FOR_LOADER);
@@ -3907,7 +3907,7 @@ static void make_resident(Loader *loader) {
     DeviceDataset *r = &loader->resident;
     d->copy((void *)r->images, data->images, data->count * shape_size(r->shape));
     d->copy((void *)r->labels, data->labels, data->count);
-    d->copy((void *)r->normalised, loader->normalised, sizeof loader->normalised);
+    d->copy((void *)r->normalized, loader->normalized, sizeof loader->normalized);
     blur_weights(r->blur);
 }
 
@@ -3938,7 +3938,7 @@ static void loader_init(Loader *loader) {
     loader->threads = must_alloc(loader->workers * sizeof *loader->threads, "the loader");
     for (size_t c = 0; c < info->shape.c; c++)
         for (int byte = 0; byte < 256; byte++)
-            loader->normalised[c][byte] =
+            loader->normalized[c][byte] =
                 ((real)byte / 255 - (real)info->mean[c]) / (real)info->std[c];
     if (loader->consumer.resident)
         make_resident(loader);
@@ -4125,7 +4125,7 @@ static void finalize_mpi(void) {
     MPI_Finalize();
 }
 
-// Initialises MPI; sets rank, world and device_number. Ranks of a machine have devices 0, 1, ...
+// Initializes MPI; sets rank, world and device_number. Ranks of a machine have devices 0, 1, ...
 static void start_mpi(Communicator *c) {
     int provided, rank, world, device;
     MPI_Comm machine;
@@ -4145,8 +4145,8 @@ static void start_mpi(Communicator *c) {
     c->device_number = (size_t)device;
 }
 
-// Waits until a message to or from a neighbour is complete. Dies after --timeout.
-static void mpi_wait(const Communicator *c, MPI_Request *request, size_t neighbour) {
+// Waits until a message to or from a neighbor is complete. Dies after --timeout.
+static void mpi_wait(const Communicator *c, MPI_Request *request, size_t neighbor) {
     double waited = 0, last = now();
     int done;
     MPI_Test(request, &done, MPI_STATUS_IGNORE);
@@ -4154,13 +4154,13 @@ static void mpi_wait(const Communicator *c, MPI_Request *request, size_t neighbo
         waited += fmin(now() - last, wait_interval);
         last = now();
         if (waited > c->settings->timeout)
-            die_timeout(c, neighbour);
+            die_timeout(c, neighbor);
         nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); // leaves the core to others
         MPI_Test(request, &done, MPI_STATUS_IGNORE);
     }
 }
 
-// Sends bytes to the right neighbour and returns the bytes received from the left neighbour.
+// Sends bytes to the right neighbor and returns the bytes received from the left neighbor.
 static const void *mpi_exchange(Communicator *c, const void *send, size_t bytes, size_t expected) {
     size_t right = (c->rank + 1) % c->world, left = (c->rank + c->world - 1) % c->world;
     MPI_Request requests[2];
@@ -4198,7 +4198,7 @@ static size_t launched_processes(void) {
     return count;
 }
 
-// If mpirun or srun has started this process as one of several, initialises MPI, sets rank, world
+// If mpirun or srun has started this process as one of several, initializes MPI, sets rank, world
 // and device_number, and returns true.
 static bool join_mpi(Communicator *c) {
     const bool launched =
@@ -4267,8 +4267,8 @@ static bool uses_nccl(const Communicator *c) {
     return is_built_in && is_process && has_own_gpu;
 }
 
-/* One step around the ring: sends data[send] to the right neighbour; stores what the left neighbour
-   sends in data[receive], or adds it if `add`. Threads read from the left neighbour's memory. */
+/* One step around the ring: sends data[send] to the right neighbor; stores what the left neighbor
+   sends in data[receive], or adds it if `add`. Threads read from the left neighbor's memory. */
 static void ring_step(Communicator *c, real *data, Range send, Range receive, bool add) {
     const real *from;
     if (c->team) {
@@ -4306,7 +4306,7 @@ static void all_reduce(Communicator *c, real *data, Range range) {
         ring_step(c, data, sent, received, step < n - 1);
     }
     /* LAB 8.1 END */
-    team_barrier(c); // the right neighbour may still be reading
+    team_barrier(c); // the right neighbor may still be reading
 }
 
 // The same sum, computed by NCCL, which sends as many bytes as the ring
@@ -4776,7 +4776,7 @@ static void describe_filters(const Net *net, const Layer *l, Tensor *t) {
 }
 
 // Lists the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
-static void list_parameters(TensorList *list, const Net *net, const char *prefix, real *params) {
+static void append_parameters(TensorList *list, const Net *net, const char *prefix, real *params) {
     for (const Layer *l = net->layers; l < net->layers + net->layer_count; l++) {
         if (l->weight_count) {
             Tensor *weight =
@@ -4812,7 +4812,7 @@ static void list_state(TensorList *list, const Net *net, const Optimizer *o, siz
     const size_t first = list->count;
     char prefix[64];
     snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
-    list_parameters(list, net, prefix, values);
+    append_parameters(list, net, prefix, values);
     for (size_t k = first; k < list->count; k++)
         list->tensors[k].not_negative = o->states_not_negative;
 }
@@ -4825,7 +4825,7 @@ static TensorList list_tensors(Net *net) {
         per_row += 2 * optimizers[i].state_count; // of both parameters
     const size_t bytes = per_row * net->layer_count * sizeof(Tensor);
     TensorList list = {.tensors = must_alloc(bytes, "the list of tensors")};
-    list_parameters(&list, net, "", net->params);
+    append_parameters(&list, net, "", net->params);
     list_statistics(&list, net);
     return list;
 }
@@ -6784,7 +6784,7 @@ static void write_trace(const Run *run) {
     atomic_open(&file, path);
     FILE *f = file.stream;
     fprintf(f, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"kernels\":\"%s\"},",
-            choice_word("--kernels", (int)run->kernels->name));
+            choice_word("--kernels", (int)run->kernels->choice));
     fprintf(f, "\"traceEvents\":[\n");
     for (size_t rank = 0; rank < run->comm.world; rank++) {
         if (rank > 0)
@@ -6896,7 +6896,7 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
 // What --layers shows of a row
 typedef struct LayerFigures {
     double forward_ms, backward_ms, gflops, gb_per_s;
-    double percent_of_limit; // of the limit that bounds the row; NAN if that is not known
+    double percent_of_peak; // of the limit that bounds the row; NAN if that is not known
     // the column "saved": operations of the definition / operations that were executed
     double operation_ratio;
     const char *bound; // "compute" or "memory", or "" if that is not known
@@ -6908,7 +6908,7 @@ typedef struct LayerFigures {
 static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTimes *times,
                                   double flops, double peak, double bandwidth) {
     const double bytes = row_bytes(net, row, n);
-    LayerFigures f = {.percent_of_limit = NAN, .bound = "", .operation_ratio = 1};
+    LayerFigures f = {.percent_of_peak = NAN, .bound = "", .operation_ratio = 1};
     f.forward_ms = 1e3 * median(times->forward, LAYER_ROUNDS);
     f.backward_ms = 1e3 * median(times->backward, LAYER_ROUNDS);
     const double seconds = 1e-3 * (f.forward_ms + f.backward_ms);
@@ -6918,7 +6918,7 @@ static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTim
     if (flops > 0)
         f.operation_ratio = (double)n * layer_training_flops(&net->layers[row]) / flops;
     if (isfinite(peak)) {
-        f.percent_of_limit = 100 * fmax(compute_s, memory_s) / seconds;
+        f.percent_of_peak = 100 * fmax(compute_s, memory_s) / seconds;
         f.bound = compute_s > memory_s ? "compute" : "memory";
     }
     return f;
@@ -6933,8 +6933,8 @@ static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const 
     const Layer *l = &net->layers[row];
     const char *bound = *f->bound ? f->bound : "-";
     char kind[64], name[64], shape[64], percent[16] = "-";
-    if (isfinite(f->percent_of_limit))
-        snprintf(percent, sizeof percent, "%.1f", f->percent_of_limit);
+    if (isfinite(f->percent_of_peak))
+        snprintf(percent, sizeof percent, "%.1f", f->percent_of_peak);
     if (*l->name)
         snprintf(name, sizeof name, "%s", l->name);
     else
@@ -6945,7 +6945,7 @@ static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const 
             f->backward_ms, f->gflops, f->gb_per_s, percent, f->operation_ratio, bound);
     print_record(csv, CSV, LAYER_ROW, name, kind, shape, l->weight_count + l->bias_count,
                  forward_flops(l) / 1e6, f->forward_ms, f->backward_ms, f->gflops, f->gb_per_s,
-                 f->percent_of_limit, f->operation_ratio, f->bound);
+                 f->percent_of_peak, f->operation_ratio, f->bound);
 }
 
 static void print_layers_head(const Run *run, size_t n, double peak, double bandwidth) {
@@ -7436,7 +7436,7 @@ static void list_kernels(char *list, size_t size, bool gpu) {
         const Kernels *k = kernels_of(gpu, i);
         const char *separator = i > 0 ? ", " : "";
         length += (size_t)snprintf(list + length, size - length, "%s%s in %s", separator,
-                                   choice_word("--kernels", (int)k->name),
+                                   choice_word("--kernels", (int)k->choice),
                                    choice_word("--precision", (int)k->precision));
     }
 }
@@ -7467,7 +7467,7 @@ static const Kernels *choose_kernels(const Settings *s, bool gpu) {
     const Kernels *found = NULL;
     for (size_t i = 0; kernels_of(gpu, i); i++) {
         const Kernels *k = kernels_of(gpu, i);
-        const bool named = s->kernels == KERNELS_BEST || s->kernels == k->name;
+        const bool named = s->kernels == KERNELS_BEST || s->kernels == k->choice;
         if (named && (precision == PRECISION_BEST || precision == k->precision))
             found = k;
     }
@@ -7489,7 +7489,7 @@ static void check_device(const Run *run, const char *why_not) {
         if (gpu_only[i].asked && !run->device->is_gpu)
             die(EXIT_USAGE, "%s: expected a GPU, found the CPU (%s)", gpu_only[i].option, why_not);
     const char *precision = choice_word("--precision", (int)run->kernels->precision);
-    if (run->kernels->name == TENSOR && !run->device_info.tensor_cores[run->kernels->precision])
+    if (run->kernels->choice == TENSOR && !run->device_info.tensor_cores[run->kernels->precision])
         die(EXIT_USAGE,
             "--kernels tensor: expected a GPU with tensor cores that cnn uses in %s (sm_80 or "
             "newer; fp16: sm_75), found %s; use --kernels tiled --precision fp32",
@@ -7552,7 +7552,7 @@ static void choose_device(Run *run, const char **why_not) {
             option, c->world, run->devices);
     if (gpus > 0)
         s->gpus = max_size(s->gpus, 1);
-    s->kernels = run->kernels->name; // checkpoints compare both
+    s->kernels = run->kernels->choice; // checkpoints compare both
     s->precision = run->kernels->precision;
     c->device_number %= run->devices;
 }

@@ -2448,7 +2448,7 @@ static void fused_backward(Work w) {
         by_images(add, add_backward);
 }
 
-// As dropout_forward_naive(), for one image: 16 blocks of Philox at a time, which gcc vectorises
+// As dropout_forward_naive(), for one image: 16 blocks of Philox at a time, which gcc vectorizes
 static void dropout_ith_image(const void *context, size_t image) {
     enum { BLOCK = 8, BLOCKS = 16 };
     const Work *w = context;
@@ -2836,7 +2836,7 @@ static RowMode fuse_fast(const Layer *target, const Fusion *fused, const Layer *
 
 static const Kernels fast_kernels = {
     .device = &cpu_device,
-    .name = FAST,
+    .choice = FAST,
     .precision = FP32,
     .element_bytes = sizeof(real),
     .layers = {[CONV2D] = {conv2d_forward_fast, conv2d_backward_fast},

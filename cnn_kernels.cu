@@ -2,7 +2,7 @@
 
    A GPU runs a kernel on thousands of threads. They come in blocks of THREADS; the threads of a
    block share a small, fast memory (__shared__) and can wait for each other (__syncthreads()). 32
-   of them form a warp, which shares its instructions. Neighbouring threads should read neighbouring
+   of them form a warp, which shares its instructions. Neighboring threads should read neighboring
    numbers (coalesced access): one memory transaction then serves the whole warp.
 
    In reading order:
@@ -437,7 +437,7 @@ template <class T> static __device__ void store(void *to, unsigned i, real value
     ((T *)to)[i] = (T)value;
 }
 
-// N neighbouring elements in memory, aligned to their size: one instruction loads or stores up to
+// N neighboring elements in memory, aligned to their size: one instruction loads or stores up to
 // 16 bytes of them.
 template <class T, int N = 16 / sizeof(T)> struct alignas(N * sizeof(T)) Chunk {
     enum { COUNT = N };
@@ -489,7 +489,7 @@ template <class T> static size_t packs(Work w) {
     return ceil_div(outputs(w), Pack<T>::N);
 }
 
-// Whether each pack of a row's output has neighbouring channels of one pixel.
+// Whether each pack of a row's output has neighboring channels of one pixel.
 template <class T> static bool by_packs(Work w) {
     return !w.transposed && w.l->out.c % Pack<T>::N == 0;
 }
@@ -523,7 +523,7 @@ template <int COUNT, int APART> static __device__ void load_fours(real *x, const
 }
 
 /* Where a tensor's elements lie: [image][y][x][c] or, with --layout nchw, [image][c][y][x]. `inner`
-   is how many neighbours have the same channel: 1, or the pixels of an image. */
+   is how many neighbors have the same channel: 1, or the pixels of an image. */
 /* LAB 7.2 BEGIN Layout */
 struct Layout {
     unsigned channels, inner;
@@ -771,7 +771,7 @@ static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layo
     const int top = o.y * s.stride, rows = o.y == s.oh - 1 ? s.h - top : s.stride;
     const int left = o.x * s.stride, columns = o.x == s.ow - 1 ? s.w - left : s.stride;
     const unsigned corner = of_in.at((o.image * s.h + top) * s.w + left, o.c);
-    const unsigned apart = of_in.inner == 1 ? of_in.channels : 1; // neighbours in a row
+    const unsigned apart = of_in.inner == 1 ? of_in.channels : 1; // neighbors in a row
     const Chunk<uint8_t, N> taps = *(const Chunk<uint8_t, N> *)(r.saved + i);
     real d[N];
     load_chunk<T, N>(d, r.dout, i);
@@ -924,7 +924,7 @@ static void adjust_scale(LossScale *scale) {
 /* LAB 7.1 END */
 
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
-   in the epoch's permutation, augment and normalise them. */
+   in the epoch's permutation, augment and normalize them. */
 
 // A byte of an image; black outside of it.
 static __device__ real byte_at(const uint8_t *image, Shape s, int y, int x, int c) {
@@ -999,11 +999,11 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, L
     const int moved_right = crop_flip ? (int)(bits[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING : 0;
     for (unsigned i = blockIdx.y * THREADS + threadIdx.x; i < size; i += gridDim.y * THREADS) {
         const Index o = index_of(i, h * factor, w * factor, layout);
-        const Neighbours rows = neighbours_of(o.y, factor, h);
-        const Neighbours columns = neighbours_of(o.x, factor, w);
+        const Neighbors rows = neighbors_of(o.y, factor, h);
+        const Neighbors columns = neighbors_of(o.x, factor, w);
         real sum = 0;
         for (int k = 0; k < 4; k++) {
-            const real weight = neighbour_share(rows, k / 2) * neighbour_share(columns, k % 2);
+            const real weight = neighbor_share(rows, k / 2) * neighbor_share(columns, k % 2);
             const int row = (int)rows.first + k / 2, column = (int)columns.first + k % 2;
             if (weight == 0) // without --resize, one of the four weights is 1, the others are 0
                 continue;
@@ -1011,7 +1011,7 @@ static __global__ void gather_kernel(T *out, uint8_t *labels, DeviceDataset r, L
             y += elastic ? fields[row * w + column] : 0;
             x += elastic ? fields[pixels + row * w + column] : 0;
             const int byte = interpolated_byte(r.images + image * bytes, r.shape, y, x, o.c);
-            sum = fmaf(weight, r.normalised[o.c * 256 + byte], sum);
+            sum = fmaf(weight, r.normalized[o.c * 256 + byte], sum);
         }
         out[blockIdx.x * size + i] = (T)sum;
     }
@@ -1070,7 +1070,7 @@ static const real bn_eps = 1e-5f, bn_momentum = 0.1f;
 
 // BatchNorm of one number of a channel. Forward and backward call the same function, so that they
 // agree in which numbers the ReLU has let through.
-static __device__ real normalised(real x, real mean, real inverse, real weight, real bias) {
+static __device__ real normalized(real x, real mean, real inverse, real weight, real bias) {
     return fmaf(x - mean, weight * inverse, bias);
 }
 
@@ -1098,7 +1098,7 @@ template <bool NORM> struct Gradients {
         bias = NORM && r.relu_backward ? r.bias[c] : 1;
     }
     __device__ void add(real d, real x) {
-        const real passed = NORM && normalised(x, mean, inverse, weight, bias) <= 0 ? 0 : d;
+        const real passed = NORM && normalized(x, mean, inverse, weight, bias) <= 0 ? 0 : d;
         a += passed;
         b = NORM ? fmaf(passed, x - mean, b) : 0;
     }
@@ -1197,7 +1197,7 @@ static __global__ void sum_slices_kernel(Row r, Layout layout, unsigned slice) {
     r.scratch[(2 * blockIdx.y + 1) * channels + first + own] = sum.b;
 }
 
-// Joins the slices of each channel, and finishes it. A block has neighbouring channels across, and
+// Joins the slices of each channel, and finishes it. A block has neighboring channels across, and
 // lines of threads that share their slices; then the lines are joined in pairs.
 // Grid: channels / blockDim.x, of JOINERS.   Traffic: 8 bytes for each slice of a channel
 enum { JOINERS = 1024 };
@@ -1310,7 +1310,7 @@ template <class T, int EACH> static __global__ void batchnorm_forward_kernel(Row
         for (int j = 0; j < Pack<T>::N; j++) {
             const real inverse = r.key ? spread.v[j] : 1 / sqrtf(spread.v[j] + bn_eps);
             const real value =
-                normalised(x[e].v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other[e].v[j];
+                normalized(x[e].v[j], mean.v[j], inverse, scale.v[j], shift.v[j]) + other[e].v[j];
             x[e].v[j] = r.relu && value < 0 ? 0 : value;
         }
         store_pack(r.out, first + e * stride, r.outputs, x[e]);
@@ -1353,7 +1353,7 @@ template <class T, int EACH> static __global__ void batchnorm_backward_kernel(Ro
         for (int j = 0; j < Pack<T>::N; j++) {
             const real distance = (x[e].v[j] - mean.v[j]) * inverse.v[j];
             const real value =
-                normalised(x[e].v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]);
+                normalized(x[e].v[j], mean.v[j], inverse.v[j], scale.v[j], shift.v[j]);
             const real change = r.relu_backward && value <= 0 ? 0 : d[e].v[j];
             sum[e].v[j] += scale.v[j] * inverse.v[j] *
                            (change - sums.v[j] * share - distance * (products.v[j] * share));
@@ -1592,7 +1592,7 @@ static void conv2d_backward_naive(Work w) {
      data gradient     n * h * w          channels in    taps * chan. out    dout: K    weight: K
      weight gradient   taps * chan. in    channels out   n * oh * ow         in: M      dout: N
 
-   "Along" is the index whose neighbours are neighbours in memory: a channel. Where 4 divides both
+   "Along" is the index whose neighbors are neighbors in memory: a channel. Where 4 divides both
    numbers of channels, 4 of them are loaded at once, 16 bytes (WIDTH).
 
    A block computes a tile of C: 128 x 128 elements, 128 x 64 or 64 x 32, see quickest(). In every
@@ -1651,7 +1651,7 @@ struct Axis { // offset_a: what a digit a of 1 adds to the address; the others l
 
 /* A or B: the element at (line, column) is data[the sum of both offsets and the origin's], or 0 if
    the pixel is outside of the image of h x w. A is an image, B a matrix, whose pixel is (0, 0).
-   Neighbouring columns are neighbours in memory. */
+   Neighboring columns are neighbors in memory. */
 template <class T> struct Operand {
     const T *data;
     Axis line, column;
@@ -1676,15 +1676,15 @@ template <class T> static __device__ T *in_global(T *address) {
 
 /* ---- Walks: the elements of an operand that a thread loads, tile after tile along K. A tile has
    LINES (rows of A or columns of B) by DEPTH of K. Each of LOADERS threads has COUNT chunks of it.
-   A chunk is CHUNK elements that are neighbours in memory; pieces of WIDTH elements are loaded at
-   once. Neighbouring threads have neighbouring chunks. In which direction neighbours lie makes the
+   A chunk is CHUNK elements that are neighbors in memory; pieces of WIDTH elements are loaded at
+   once. Neighboring threads have neighboring chunks. In which direction neighbors lie makes the
    difference between the three walks:
 
      AlongK         along K: of one line        A of forward; A and B of the data gradient
      ImageAcrossK   across K: of one pixel      A of the weight gradient
      MatrixAcrossK  across K: of one row        B of forward and of the weight gradient
 
-   `inner` is a thread's first element in the direction of neighbours, in which INNER threads lie
+   `inner` is a thread's first element in the direction of neighbors, in which INNER threads lie
    side by side; `outer` is its first chunk in the other direction, and its chunks are APART there.
    Constructors get the first line of the tile, the number of lines of the operand, and k of the
    first tile. Lines beyond the operand have the addresses of its last ones; what is computed with
@@ -1808,7 +1808,7 @@ template <class O> struct Result {
                 old.v[j] = *in_global(out + at + column + j);
         return old;
     }
-    // Stores a chunk of neighbouring elements of a row that begins at `at`, those that exist.
+    // Stores a chunk of neighboring elements of a row that begins at `at`, those that exist.
     template <int WIDTH, int N>
     __device__ void store(int at, int column, int columns, const real *sums,
                           const Chunk<O, N> &old) const {
@@ -1900,7 +1900,7 @@ static __device__ Result<real> part_of(const Product<T, O> &p, int split) {
 /* LAB 5.0 BEGIN gemm_kernel */
 /* load() loads a tile into registers, store() stores it in shared memory, [k][line]; arithmetic can
    be done in between. A line is padded by 4 numbers: otherwise the threads that store the numbers
-   of one line would use the same one of the 32 banks, and be serialised (with the padding, pairs of
+   of one line would use the same one of the 32 banks, and be serialized (with the padding, pairs of
    them still are). */
 template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct TileLoader {
     typedef Walk<real, LINES, TILE_K, LOADERS, IMAGE, ALONG_K, WIDTH, WIDTH> Chunks;
@@ -1928,7 +1928,7 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct Ti
 
 /* C = A * B over the K of this split; the table above lists A and B.
    A warp's threads lie as 4 x 8 in the tile, each with groups of 4 x 4 elements that are half a
-   tile apart, or one such group: so the warp reads 16 and 32 neighbouring numbers at a time.
+   tile apart, or one such group: so the warp reads 16 and 32 neighboring numbers at a time.
    Registers: 128 in the large tile, so that 2 blocks of 256 threads fit on a multiprocessor, 168 in
    the narrow one (3 of 128 threads), 128 in the small one (4 of 128); none is spilled.
    Main loop: 67 to 87 % of its instructions are multiply-adds, the larger the tile the more (45 to
@@ -1989,7 +1989,7 @@ static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
 }
 /* LAB 5.0 END */
 
-/* out = the sum of all splits, then the epilogue. A thread sums WIDTH neighbours over every
+/* out = the sum of all splits, then the epilogue. A thread sums WIDTH neighbors over every
    blockDim.y-th split; the sums of these threads are added in shared memory.
    Grid: elements / (WIDTH * blockDim.x), of THREADS.   Traffic: 4 splits N bytes, N elements */
 template <int WIDTH, class T, class O> static __global__ void join_splits_kernel(Product<T, O> p) {
@@ -2411,7 +2411,7 @@ typedef TensorTile<64, 64, 128, 4> SmallTensorTile;     // 48 KB
 /* The position of a chunk in a tile whose lines have PITCH chunks, a multiple of 8. Chunks whose
    positions are equal modulo 8 lie in the same banks. Eight threads that copy a line access 8
    chunks of it, a matrix of ldmatrix is the same chunk of 8 lines: so the chunks of a line are
-   permuted, by a key that differs in 8 neighbouring lines; in 4 of them even without its lowest
+   permuted, by a key that differs in 8 neighboring lines; in 4 of them even without its lowest
    bit, as floats that are loaded one by one come from 2 chunks of 4 lines. */
 template <int PITCH> static __device__ int swizzle(int line, int chunk) {
     return line * PITCH + (chunk ^ (line % 4 * 2 + line / 4 % 2));
@@ -2460,7 +2460,7 @@ struct TensorLoader {
 
 /* Loads fragments: 16 rows of A, or 16 columns of B for two mma, by two chunks along K. A fragment
    is four matrices of 8 rows (or columns) by one chunk; lane 4 g + q has the q-th 32 bits, which
-   are two neighbouring k or one float, of row g of each:
+   are two neighboring k or one float, of row g of each:
 
               A   chunk 0   chunk 1              B   chunk 0   chunk 1
      rows 0 to 7    f[0]      f[2]    columns 0 to 7   f[0]      f[1]    first mma
@@ -2508,7 +2508,7 @@ template <class T, int LINES, bool ALONG_K, bool IS_A> struct Fragments {
 };
 
 // Puts a warp's sums into shared memory, where its part of the tile begins. A lane has two
-// neighbours in rows lane / 4 and lane / 4 + 8 of each fragment.
+// neighbors in rows lane / 4 and lane / 4 + 8 of each fragment.
 template <class Tile, int M, int N>
 static __device__ void store_sums(real *to, const real (&sums)[M][N][4]) {
     const int lane = threadIdx.x % WARP;
@@ -2592,7 +2592,7 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    step's tile is multiplied, the tile of STAGES - 1 steps later is copied to the last one's place.
    A warp loads the fragments of its 64 x 64 elements of C, 8 of them for 32 mma (64 x 32, 32 x 32
    in the smaller tiles; 32 x 64 in the shallow one, 6 fragments for 16 mma). Finally the sums go
-   through shared memory, so that neighbouring threads store neighbouring chunks; lines are padded
+   through shared memory, so that neighboring threads store neighboring chunks; lines are padded
    by 8 numbers, so that a warp uses different banks.
    Registers: at most 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one
    and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). In the
@@ -2862,10 +2862,10 @@ static RowMode fuse(const Layer *target, const Fusion *fused, const Layer *l) {
 
 // T: the type of activations and their gradients; FORWARD, BACKWARD: of convolutions
 template <class T, void (*FORWARD)(Work), void (*BACKWARD)(Work)>
-static Kernels make_kernels(KernelsChoice name, Precision precision) {
+static Kernels make_kernels(KernelsChoice choice, Precision precision) {
     Kernels k = {};
     k.device = &gpu_device;
-    k.name = name;
+    k.choice = choice;
     k.precision = precision;
     k.element_bytes = sizeof(T);
     // of each kind of layer: forward, backward
@@ -2883,8 +2883,8 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     k.layers[DROPOUT] = {dropout_forward<T>, each<dropout_backward_kernel<T>, packs<T>>};
     k.layers[LOG_SOFTMAX].forward = each<log_softmax_forward_kernel<T>, lanes>;
     k.layers[LOG_SOFTMAX].backward = each<log_softmax_backward_kernel<T>, lanes>;
-    k.fuse = name == NAIVE ? fuse<false> : fuse<true>;
-    k.moments_size = name == TENSOR ? moments_size : no_moments;
+    k.fuse = choice == NAIVE ? fuse<false> : fuse<true>;
+    k.moments_size = choice == TENSOR ? moments_size : no_moments;
     k.scratch_size = scratch_size;
     k.transposed_size = transposed_size;
     k.prepared_bytes = prepared_bytes;
@@ -2901,7 +2901,7 @@ static Kernels make_kernels(KernelsChoice name, Precision precision) {
     return k;
 }
 
-// The i-th kernels, then NULL. Of kernels with the same name or precision, the preferred come last.
+// The i-th kernels, then NULL. Of kernels with the same choice or precision, the preferred come last.
 extern "C" const Kernels *cuda_kernels(size_t i) {
     static const Kernels kernels[] = {
         make_kernels<real, conv2d_forward_naive, conv2d_backward_naive>(NAIVE, FP32),

@@ -1,4 +1,4 @@
-# Lab 2: a convolution whose loops the compiler can vectorise, and seven runs: a line profile, a table of layers, and
+# Lab 2: a convolution whose loops the compiler can vectorize, and seven runs: a line profile, a table of layers, and
 # five that differ in one thing each. check.sh reads this.
 # shellcheck shell=bash disable=SC2154 # check.sh exports home and from
 # shellcheck source=labs/check/lab01.sh

@@ -107,7 +107,7 @@ static size_t events; // constant while nothing happens
 #define READ(x) __atomic_load_n(&(x), __ATOMIC_RELAXED) // relaxed: hides no race
 #define WRITE(x, value) __atomic_store_n(&(x), value, __ATOMIC_RELAXED)
 #define ADD(x, value) __atomic_add_fetch(&(x), value, __ATOMIC_RELAXED)
-// Only watch() synchronises with the others, and reports a deadlock even where there is a race.
+// Only watch() synchronizes with the others, and reports a deadlock even where there is a race.
 #define HAPPENED() ((void)__atomic_add_fetch(&events, 1, __ATOMIC_RELEASE))
 #define UNWATCHED __attribute__((no_sanitize("thread")))
 

@@ -1,4 +1,4 @@
-/* lab04.c - lab 4's tests of kernels, on a GPU or in the emulator. Outputs are initialised to a NaN
+/* lab04.c - lab 4's tests of kernels, on a GPU or in the emulator. Outputs are initialized to a NaN
    that no sum gives, inputs and outputs lie between guard zones, and numbers are small integers, so
    that a sum is the same in every order. The reference is the CPU's definitions, those of lab 1.
    The kernels run in a process of their own (device.h).
@@ -404,7 +404,7 @@ static void run_kernel(Trial *t) {
 }
 
 /* Finds the cause of a NaN. A sum that starts with an output's initial NaN keeps its bits, so the
-   output looks as if it was not written. Here it is therefore initialised to zeros. */
+   output looks as if it was not written. Here it is therefore initialized to zeros. */
 static void explain_nan(const Trial *t, size_t at) {
     Trial again = *t;
     again.out = new_array("out", t->out.count, guard_of_outputs);

@@ -1,4 +1,4 @@
-/* lab05.c - lab 5's tests of convolutions, in the emulator, or on a GPU. Outputs are initialised to
+/* lab05.c - lab 5's tests of convolutions, in the emulator, or on a GPU. Outputs are initialized to
    a NaN that no sum gives, all arrays lie between guard zones, and numbers are small integers, so
    that a sum is the same in every order. The kernels run in a process of their own (device.h).
 
@@ -108,7 +108,7 @@ static const char *shape_text(Shape s) {
 
 enum { GUARD = 4096 }; // numbers; a multiple of 4, since 16 bytes are read at once
 static const uint32_t unwritten = 0x7FC0ABCD, guard_bits = 0x7FC0C5C5; // NaNs, which stay so in
-static const uint32_t shared_bits = 0xFFFFFFFF; // sums; the emulator's uninitialised shared memory
+static const uint32_t shared_bits = 0xFFFFFFFF; // sums; the emulator's uninitialized shared memory
 
 typedef struct Array {
     const char *name;
@@ -280,7 +280,7 @@ static void check_numbers(const Trial *t) {
               bits_of(t->out.host[first]) == shared_bits
                   ? "shared memory was read before it was written. Is a barrier missing, or a part "
                     "of a tile not loaded?"
-                  : "a number was read that is beyond an array, or was not initialised",
+                  : "a number was read that is beyond an array, or was not initialized",
               t->stage);
     wrong("%s: %zu of the %zu numbers of out are wrong, the first in %s: it is %g, expected %g; %s",
           shape_text(t->s), bad, t->out.count, place(t->s, first), (double)t->out.host[first],

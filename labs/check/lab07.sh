@@ -42,7 +42,7 @@ extern "C" void lab_layout(unsigned *at, unsigned *channel, unsigned *pixel, Sha
 template <class T> static Kernels tested_kernels(Precision precision) {
     Kernels k = {};
     k.device = &gpu_device;
-    k.name = TILED;
+    k.choice = TILED;
     k.precision = precision;
     k.element_bytes = sizeof(T);
     k.layers[MAXPOOL2D].forward = each<maxpool2d_forward_kernel<T>, outputs>;

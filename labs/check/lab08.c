@@ -41,7 +41,7 @@ typedef enum { EXCHANGE, RESULT } Kind;
 // What a rank tells the checker; `sent` bytes follow.
 typedef struct Message {
     Kind kind;
-    size_t sent, expected; // EXCHANGE: bytes to the right neighbour, and those from the left one
+    size_t sent, expected; // EXCHANGE: bytes to the right neighbor, and those from the left one
 } Message;
 
 static int wire = SHARED_FILE; // to the checker
@@ -217,7 +217,7 @@ static void hear(size_t r) {
         explain_end(r);
 }
 
-// Forwards what all ranks have sent in this step to their right neighbours.
+// Forwards what all ranks have sent in this step to their right neighbors.
 static void forward_messages(void) {
     const size_t n = ranks.world;
     for (size_t r = 0; r < n; r++) {
@@ -226,7 +226,7 @@ static void forward_messages(void) {
         ranks.largest = max_size(ranks.largest, sent);
         if (sent != ranks.message[r].expected)
             WRONG(
-                "step %zu: rank %zu sends %zu numbers, but its right neighbour, rank %zu, expects "
+                "step %zu: rank %zu sends %zu numbers, but its right neighbor, rank %zu, expects "
                 "%zu: both have to mean the same part",
                 ranks.steps, left, sent / sizeof(real), r,
                 ranks.message[r].expected / sizeof(real));
@@ -540,7 +540,7 @@ static size_t agreement(size_t rank, const Sample *found, size_t count, size_t e
     return equal;
 }
 
-// Whether a rank has `count` neighbours of the permutation
+// Whether a rank has `count` neighbors of the permutation
 static bool is_block(size_t rank, const Sample *found, size_t count) {
     size_t equal = 0;
     for (size_t k = 0; k < count; k++)
@@ -557,7 +557,7 @@ static _Noreturn void explain_images(size_t r, const Sample *found, size_t count
     if (sampling.epoch > 0 && agreement(r, found, count, 0) == count)
         WRONG("rank %zu has the images in the order of the file; in training they are shuffled", r);
     if (count > 1 && is_block(r, found, count))
-        WRONG("rank %zu has neighbours, positions %zu, %zu, ...; rank r has r, r + R, ..., "
+        WRONG("rank %zu has neighbors, positions %zu, %zu, ...; rank r has r, r + R, ..., "
               "so that a step's images are those that one device would have",
               r, r * count, r * count + 1);
     if (sampling.epoch == 0 && place < n)

@@ -1,4 +1,4 @@
-/* lab10.c - lab 10's tests of matrix products, in the emulator, or on a GPU. C is initialised to a
+/* lab10.c - lab 10's tests of matrix products, in the emulator, or on a GPU. C is initialized to a
    NaN that no sum gives, all matrices lie between guard zones, and numbers are small integers, so
    that a sum is the same in every order. The kernels run in a process of their own (device.h).
 
@@ -432,7 +432,7 @@ static void check_tiles(const Counted *c) {
 
 static void check_no_conflicts(const Counted *c, int stages) {
     at_most(c, CONFLICTS, "bank conflicts", 0,
-            "the 8 lines of a matrix, and the 8 chunks that 8 neighbouring threads store, are to "
+            "the 8 lines of a matrix, and the 8 chunks that 8 neighboring threads store, are to "
             "lie at 8 places that differ modulo 8");
     at_most(c, SHARED_BYTES, "bytes of shared memory in a block", stages * 2 * TILE * TILE * 2,
             "the chunks are to be permuted, and the tiles not to grow");
@@ -482,7 +482,7 @@ static void test_counts(int change) {
     check_products(&c);
     if (change == 1) {
         at_most(&c, READS, "reads of global memory", c.n[MMA] * 32 * 8,
-                "a lane needs 4 of A, two neighbours each, and 4 of B");
+                "a lane needs 4 of A, two neighbors each, and 4 of B");
         at_most(&c, BYTES_READ, "bytes read there", c.n[MMA] * 32 * 24, "8 numbers of A, 4 of B");
         at_most(&c, WRITES, "writes of global memory", (long)c.s.m * c.s.n / 2,
                 "the sums stay in registers until the end");

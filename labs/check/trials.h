@@ -1,6 +1,6 @@
 /* trials.h - tests of kernels for labs 6 and 7, included after cnn.c. The kernels run in a process
    of their own, which has neither the checker's token nor the right results. This process gives it
-   the arrays' contents, and checks what it leaves there: outputs are initialised to a NaN, and each
+   the arrays' contents, and checks what it leaves there: outputs are initialized to a NaN, and each
    array lies between guard zones.
 
      begin_trial();
@@ -172,7 +172,7 @@ static void run_trial(void (*job)(void)) {
 static const Kernels *kernels_in(KernelsChoice name, Precision precision) {
     for (size_t i = 0; cuda_kernels(i); i++) {
         const Kernels *k = cuda_kernels(i);
-        if (k->precision == precision && (name == KERNELS_BEST || name == k->name))
+        if (k->precision == precision && (name == KERNELS_BEST || name == k->choice))
             return k;
     }
     wrong("there are no kernels for %s", choice_word("--precision", (int)precision));

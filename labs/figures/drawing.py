@@ -20,11 +20,11 @@ def blank(width, height, right, top):
     return axes
 
 
-def box(axes, x, y, width, height, text="", grey=1.0, size=9, hatch=None):
-    """A rectangle with a text in its middle; grey from 0, black, to 1, white."""
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=str(grey), edgecolor="black", linewidth=0.8, hatch=hatch))
+def box(axes, x, y, width, height, text="", gray=1.0, size=9, hatch=None):
+    """A rectangle with a text in its middle; gray from 0, black, to 1, white."""
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=str(gray), edgecolor="black", linewidth=0.8, hatch=hatch))
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size,
-              color="white" if grey < 0.4 else "black")
+              color="white" if gray < 0.4 else "black")
 
 
 def note(axes, x, y, text, size=8, ha="left", **options):
@@ -35,11 +35,11 @@ def arrow(axes, begin, end):
     axes.annotate("", end, begin, arrowprops={"arrowstyle": "->"})
 
 
-def grid(axes, x, y, numbers, cell=3, grey=lambda row, column: 1.0, size=8):
+def grid(axes, x, y, numbers, cell=3, gray=lambda row, column: 1.0, size=8):
     """A table of numbers (or texts), its upper left corner at (x, y)."""
     for row, line in enumerate(numbers):
         for column, number in enumerate(line):
-            box(axes, x + cell * column, y - cell * (row + 1), cell, cell, str(number), grey(row, column), size)
+            box(axes, x + cell * column, y - cell * (row + 1), cell, cell, str(number), gray(row, column), size)
 
 
 def draw_all(prefix, figures):

@@ -20,10 +20,10 @@ def within(first, row, column):
 
 def convolution():
     axes = blank(7.2, 2.2, 72, 22)
-    for x, text, numbers, grey in (
+    for x, text, numbers, gray in (
             (3, "in", IMAGE, lambda r, c: 0.75 if within(1, r, c) else 1), (24, "weight", FILTER, lambda r, c: 0.75),
             (38, "out, bias 1", OUT, lambda r, c: 0.75 if (r, c) == (0, 1) else 1)):
-        grid(axes, x, 17, numbers, 4, grey)
+        grid(axes, x, 17, numbers, 4, gray)
         note(axes, x, 19, text)
     arrow(axes, (33.5, 13), (37, 13))
     note(axes, 53, 14, "out[0][1] = 2*1 + 0*0\n + 1*(-1) + 3*2 + 1 = 8", 8)
@@ -32,9 +32,9 @@ def convolution():
 
 def gradient():
     axes = blank(7.2, 2.2, 72, 22)
-    for x, text, grey in ((3, "window of out[0][0]", lambda r, c: 0.6 if (r, c) == (0, 1) else 0.85 if within(0, r, c) else 1),
+    for x, text, gray in ((3, "window of out[0][0]", lambda r, c: 0.6 if (r, c) == (0, 1) else 0.85 if within(0, r, c) else 1),
                           (23, "window of out[0][1]", lambda r, c: 0.6 if (r, c) == (0, 1) else 0.85 if within(1, r, c) else 1)):
-        grid(axes, x, 17, IMAGE, 4, grey)
+        grid(axes, x, 17, IMAGE, 4, gray)
         note(axes, x, 19, text)
     grid(axes, 43, 17, DOUT, 4)
     note(axes, 43, 19, "dout")

@@ -32,12 +32,12 @@ def roofline():
 
 def order():
     axes = blank(7.2, 2.8, 72, 28)
-    for y, text, every, grey in ((17, "textbook: input channels c innermost; four reads of weight[tap][c][k], k = 0", 4, 0.6),
+    for y, text, every, gray in ((17, "textbook: input channels c innermost; four reads of weight[tap][c][k], k = 0", 4, 0.6),
                                  (4, "output channels k innermost; four reads of weight[tap][c][k], c = 0", 1, 0.6)):
         note(axes, 2, y + 7.5, text, 9)
         for i in range(16):
             read = i % every == 0 and i // every < 4
-            box(axes, 2 + 4.2 * i, y, 4.2, 4, str(i // every + 1) if read else "", grey if read else 1)
+            box(axes, 2 + 4.2 * i, y, 4.2, 4, str(i // every + 1) if read else "", gray if read else 1)
             note(axes, 4.1 + 4.2 * i, y - 1.4, f"c{i // 4} k{i % 4}", 6.5, "center")
     note(axes, 22, 6, "one vector instruction reads and multiplies these four at once", 8)
 

@@ -14,8 +14,8 @@ def ring():
     axes = blank(7.2, 2.4, 72, 24)
     slots = [("0", "slot 0\nno longer in use", 1), ("1", "slot 1\nin use", 0.6), ("2", "slot 2\nready", 0.85), ("3", "slot 3\nready", 0.85),
              ("4", "slot 4\nbeing made", 0.95)]
-    for i, (batch, text, grey) in enumerate(slots):
-        box(axes, 10 + 10 * i, 11, 9, 5, f"batch {batch}", grey)
+    for i, (batch, text, gray) in enumerate(slots):
+        box(axes, 10 + 10 * i, 11, 9, 5, f"batch {batch}", gray)
         note(axes, 14.5 + 10 * i, 8, text, 8, "center")
     note(axes, 24.5, 19, "training loop:\nhanded = 2", 8, "center")
     arrow(axes, (24.5, 17.5), (24.5, 16.2))
@@ -24,10 +24,10 @@ def ring():
     note(axes, 36, 3.5, "batch b lies in slot b % 5: after the last slot comes the first one again", 8, "center")
 
 
-def row(axes, y, name, begins, length, text, grey):
+def row(axes, y, name, begins, length, text, gray):
     note(axes, 12, y + 1.3, name, 8, "right")
     for i, begin in begins:
-        box(axes, 13 + begin / 2.6, y, length / 2.6, 2.6, f"{text} {i}", grey, 7)
+        box(axes, 13 + begin / 2.6, y, length / 2.6, 2.6, f"{text} {i}", gray, 7)
 
 
 def timeline():

@@ -12,7 +12,7 @@ def product():
     patch = {(y + i, x + j) for i in range(2) for j in range(2)}
     note(axes, 1, 32, "image, 4 x 4", 9)
     grid(axes, 1, 30, image, 3, lambda i, j: 0.75 if (i, j) in patch else 1.0)
-    note(axes, 1, 15, "under the filter (grey)\nfor row 5: y = 1, x = 2", 8)
+    note(axes, 1, 15, "under the filter (gray)\nfor row 5: y = 1, x = 2", 8)
     a = [[4 * (r // side + k // 2) + r % side + k % 2 for k in range(4)] for r in range(side * side)]
     note(axes, 22, 32, "A: 9 rows, depth 4", 9)
     grid(axes, 22, 30, a, 3, lambda i, j: 0.75 if i == row else 1.0)
@@ -31,24 +31,24 @@ def product():
 def tiles():
     """A block's tile of C, and the tiles of A and B of one step."""
     axes = blank(7.2, 4.2, 72, 42)
-    box(axes, 4, 2, 24, 24, grey=1.0)
+    box(axes, 4, 2, 24, 24, gray=1.0)
     note(axes, 5, 28, "A: rows x depth", 9)
-    box(axes, 32, 2, 24, 24, grey=1.0)
+    box(axes, 32, 2, 24, 24, gray=1.0)
     note(axes, 57.5, 24, "C: rows x columns", 9)
-    box(axes, 32, 28, 24, 12, grey=1.0)
+    box(axes, 32, 28, 24, 12, gray=1.0)
     note(axes, 57.5, 38, "B: depth x columns", 9)
-    box(axes, 4, 12, 24, 6, grey=0.93)
-    box(axes, 40, 28, 6, 12, grey=0.93)
+    box(axes, 4, 12, 24, 6, gray=0.93)
+    box(axes, 40, 28, 6, 12, gray=0.93)
     for step in range(1, 8):
         axes.plot([4 + 3 * step] * 2, [12, 18], color="black", linewidth=0.4)
         axes.plot([40, 46], [28 + 1.5 * step] * 2, color="black", linewidth=0.4)
-    box(axes, 13, 12, 3, 6, grey=0.6)
-    box(axes, 40, 34, 6, 1.5, grey=0.6)
-    box(axes, 40, 12, 6, 6, "T x T", grey=0.75)
+    box(axes, 13, 12, 3, 6, gray=0.6)
+    box(axes, 40, 34, 6, 1.5, gray=0.6)
+    box(axes, 40, 12, 6, 6, "T x T", gray=0.75)
     arrow(axes, (4, 10.5), (28, 10.5))
     note(axes, 12, 9, "steps along k", 8)
     note(axes, 57.5, 31.5, "dark: tiles of one step,\nT x 16 and 16 x T,\nin shared memory", 8)
-    note(axes, 57.5, 15, "grey: what one block\ncomputes", 8)
+    note(axes, 57.5, 15, "gray: what one block\ncomputes", 8)
 
 
 def buffers():
@@ -58,9 +58,9 @@ def buffers():
     note(axes, 1, 27, "one buffer: a step loads, waits, stores, computes; two barriers (black)", 9)
     at = 2
     for step in range(3):
-        for width, text, grey in ((6, f"load {step}", load), (3, "put", put), (0.6, "", 0.0),
+        for width, text, gray in ((6, f"load {step}", load), (3, "put", put), (0.6, "", 0.0),
                                   (9, f"compute {step}", compute), (0.6, "", 0.0)):
-            box(axes, at, 20, width, 4, text, grey, 7)
+            box(axes, at, 20, width, 4, text, gray, 7)
             at += width
     note(axes, 1, 16, "two buffers: the next loads are under way while a step computes; one barrier", 9)
     box(axes, 2, 7.5, 6, 4, "load 0", load, 7)

@@ -36,23 +36,23 @@ def gradients():
 
 
 def tracks(axes, y, rows):
-    """Rows of boxes below each other: (name, [(begin, end, text, grey), ...])."""
+    """Rows of boxes below each other: (name, [(begin, end, text, gray), ...])."""
     for name, spans in rows:
         note(axes, 12, y, name, 8, ha="right")
-        for begin, end, text, grey in spans:
-            box(axes, 13 + begin, y - 1.4, end - begin, 2.8, text, grey, 7)
+        for begin, end, text, gray in spans:
+            box(axes, 13 + begin, y - 1.4, end - begin, 2.8, text, gray, 7)
         y -= 3.6
 
 
-# What train() does in a step, and what the device then executes: name, grey, begin and end of both
+# What train() does in a step, and what the device then executes: name, gray, begin and end of both
 STEP = (("forward", 0.9, (0, 6), (3, 19)), ("backward", 0.75, (6, 12), (19, 43)), ("update", 0.6, (12, 17), (43, 49)))
 
 
 def clocks():
     axes = blank(7.2, 2.3, 72, 23)
-    host = [(*queued, name, grey) for name, grey, queued, _ in STEP]
+    host = [(*queued, name, gray) for name, gray, queued, _ in STEP]
     tracks(axes, 15, (("train()", host + [(17, 49, "waits for the device", 1.0)]),
-                      ("device", [(*done, name, grey) for name, grey, _, done in STEP])))
+                      ("device", [(*done, name, gray) for name, gray, _, done in STEP])))
     for x, text in ((6, "a clock here has timed\nthe launches of forward"),
                     (49, "here the host has waited:\nall of the step is done")):
         note(axes, 13 + x, 21.3, text, 7.5, ha="center")

@@ -19,8 +19,8 @@ def formats():
     for row, (name, exponent, fraction) in enumerate((("fp32", 8, 23), ("tf32", 8, 10), ("bf16", 8, 7), ("fp16", 5, 10))):
         x, y = 8, 14 - 4 * row
         note(axes, 1, y + 1.5, name, 9)
-        for width, text, grey in ((1, "", 0.3), (exponent, f"exponent {exponent}", 0.8), (fraction, f"fraction {fraction}", 1)):
-            box(axes, x, y, 1.6 * width, 3, text, grey, 7)
+        for width, text, gray in ((1, "", 0.3), (exponent, f"exponent {exponent}", 0.8), (fraction, f"fraction {fraction}", 1)):
+            box(axes, x, y, 1.6 * width, 3, text, gray, 7)
             x += 1.6 * width
     note(axes, 8, 18.7, "sign", 7, ha="center")
     note(axes, 42, 7, "exponent: how large, how small\nfraction: how many digits", 8)
@@ -52,15 +52,15 @@ def scale():
 
 def layouts():
     axes = blank(7.2, 2.6, 72, 26)
-    colours = {"r": 1.0, "g": 0.8, "b": 0.55}
+    colors = {"r": 1.0, "g": 0.8, "b": 0.55}
 
     def cells(x, y, names):
-        grid(axes, x, y, [names], 4.2, lambda row, column: colours[names[column][0]], 8)
+        grid(axes, x, y, [names], 4.2, lambda row, column: colors[names[column][0]], 8)
     for i, channel in enumerate("rgb"):
         x = 12 + 18 * i
         note(axes, x - 1, 21, f"c = {i}", 8, ha="right")
         names = [[f"{channel}{2 * row + column}" for column in range(2)] for row in range(2)]
-        grid(axes, x, 25, names, 4.2, lambda row, column, c=channel: colours[c], 8)
+        grid(axes, x, 25, names, 4.2, lambda row, column, c=channel: colors[c], 8)
     note(axes, 1, 11.3, "NHWC", 9)
     cells(10, 13.4, [f"{c}{p}" for p in range(4) for c in "rgb"])
     note(axes, 1, 4.3, "NCHW", 9)

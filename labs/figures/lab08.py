@@ -57,9 +57,9 @@ def sampler():
 
 
 def bar(axes, y, row):
-    """One line of the timeline: (begin, end, text, grey)"""
-    for begin, end, text, grey in row:
-        box(axes, 11 + begin, y, end - begin, 2.6, text, grey, 7, "////" if text == "" else None)
+    """One line of the timeline: (begin, end, text, gray)"""
+    for begin, end, text, gray in row:
+        box(axes, 11 + begin, y, end - begin, 2.6, text, gray, 7, "////" if text == "" else None)
 
 
 def timeline():

@@ -12,7 +12,7 @@ from drawing import arrow, blank, box, draw_all, grid, note
 LANE = 6
 
 
-def grey(lane):
+def gray(lane):
     return 0.7 if lane == LANE else 1.0
 
 
@@ -24,22 +24,22 @@ def fragments():
     sums = [[4 * (row % 8) + column // 2 for column in range(8)] for row in range(16)]
     cell = 1.7
     note(axes, 42, 60.5, "B: k down, columns across", 8)
-    grid(axes, 42, 59, b, cell, lambda i, j: grey(b[i][j]), 5)
+    grid(axes, 42, 59, b, cell, lambda i, j: gray(b[i][j]), 5)
     note(axes, 57, 52, "b[0]: k = 0 to 7", 8)
     note(axes, 57, 38, "b[1]: k = 8 to 15", 8)
     note(axes, 10, 31, "A: rows down, k across", 8)
-    grid(axes, 10, 29, a, cell, lambda i, j: grey(a[i][j]), 5)
+    grid(axes, 10, 29, a, cell, lambda i, j: gray(a[i][j]), 5)
     note(axes, 9, 22, "a[0] | a[2]", 8, "right")
     note(axes, 9, 8.5, "a[1] | a[3]", 8, "right")
-    grid(axes, 42, 29, sums, cell, lambda i, j: grey(sums[i][j]), 5)
+    grid(axes, 42, 29, sums, cell, lambda i, j: gray(sums[i][j]), 5)
     note(axes, 57, 22, "d[0], d[1]", 8)
     note(axes, 57, 8.5, "d[2], d[3]", 8)
     note(axes, 10, 48, "In each cell: the lane that has it.\nLane = 4 g + q: g is the row of A and of the\n"
-                       "sums, and the column of B; q selects two\nneighbours. Grey: lane 6, g = 1, q = 2.", 8)
+                       "sums, and the column of B; q selects two\nneighbors. Gray: lane 6, g = 1, q = 2.", 8)
 
 
 def swizzle():
-    """A small tile, 4 lines of 4 chunks, and 16 banks: chunk 2 of each line is grey."""
+    """A small tile, 4 lines of 4 chunks, and 16 banks: chunk 2 of each line is gray."""
     axes = blank(7.2, 2.9, 72, 29)
     for x, title, key in ((4, "without a swizzle", lambda line: 0), (40, "with one", lambda line: line)):
         note(axes, x, 27.5, title, 9)

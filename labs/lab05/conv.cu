@@ -171,7 +171,7 @@ static void conv_blocked(Conv s, const float *in, const float *weight, float *ou
 
 /* LAB 5.3 BEGIN conv_wide */
 // As before, but each thread loads 4 numbers of A, along k, and 4 of B, along the columns, at once.
-// The tile of A is stored by k, so that a thread's 4 rows are neighbours; its lines are padded by
+// The tile of A is stored by k, so that a thread's 4 rows are neighbors; its lines are padded by
 // 4 numbers, which halves the conflicts of threads that store in the same bank.
 static __global__ void wide_kernel(Conv s, const float *in, const float *weight, float *out) {
     __shared__ __align__(16) float a[16][64 + 4];

@@ -30,7 +30,7 @@ bench      for a CSV file: images per second of ./cnn and of PyTorch, by network
 
 A plot is drawn if the runs have the data for it; otherwise the reason is printed. Runs that cannot be
 compared are not drawn in one plot. All lines and bars are distinguishable in black and white. Emulated
-runs are labelled, since their times mean nothing. Needs matplotlib: pip install -r labs/requirements.txt,
+runs are labeled, since their times mean nothing. Needs matplotlib: pip install -r labs/requirements.txt,
 or on Debian apt-get install python3-matplotlib.
 """
 import csv
@@ -51,11 +51,11 @@ except ImportError as missing:
          "install python3-matplotlib, and call /usr/bin/python3 labs/tools/plot.py DIR")
 
 ORDER = ["cpu", "single", "multi"]
-HATCHES, GREYS = ["", "////", "....", "xxxx", "--", "++"], ["0.65", "0.85", "1.0", "0.9", "0.75", "1.0"]
+HATCHES, GRAYS = ["", "////", "....", "xxxx", "--", "++"], ["0.65", "0.85", "1.0", "0.9", "0.75", "1.0"]
 
 
 def line_style(i):
-    """The style of line i, distinguished by marker, dashes and grey."""
+    """The style of line i, distinguished by marker, dashes and gray."""
     return dict(marker="os^Dv*xP"[i % 8], color="0.45" if i % 2 else "black", linewidth=1.5,
                 linestyle=["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1))][i % 5])
 
@@ -119,7 +119,7 @@ def draw_study(runs):
         x = [batches.index(r["global_batch"]) + (i - (len(devices) - 1) / 2) * width for r in group]
         for axis, height, error in zip(axes, ("seconds_mean", "accuracy_mean"), ("ci95", "accuracy_sd")):
             axis.bar(x, [r[height] for r in group], width, capsize=3,
-                     yerr=[r[error] or 0 for r in group] if repeated else None, color=GREYS[i % 6],
+                     yerr=[r[error] or 0 for r in group] if repeated else None, color=GRAYS[i % 6],
                      hatch=HATCHES[i % 6], edgecolor="black", label=device)
         trained = as_numbers(r["train_accuracy_mean"] for r in group)
         axes[1].plot(x, trained, "D", color="black", markerfacecolor="white")
@@ -167,7 +167,7 @@ def draw_ablation(runs):
     figure, axes = plt.subplots(1, 2, figsize=(11, 1.5 + 0.5 * len(rows)), sharey=True)
     names = [row["rung"] for row in rows]
     speeds, accuracies = [[float(row[k]) for row in rows] for k in ("img_per_s", "accuracy")]
-    axes[0].barh(names, speeds, color=GREYS[1], hatch=HATCHES[1], edgecolor="black")
+    axes[0].barh(names, speeds, color=GRAYS[1], hatch=HATCHES[1], edgecolor="black")
     for row, speed in zip(rows, speeds):
         axes[0].annotate(f" {speed:.0f}, x {float(row['times_first']):.3g}", (speed, row["rung"]), va="center")
     axes[1].errorbar(accuracies, names, xerr=[float(row["accuracy_sd"] or 0) for row in rows], fmt="o",
@@ -188,12 +188,12 @@ def draw_bytes(runs):
     names = [drawable(row["rung"]) for row in rows]
     read, written = ([row[k] for row in rows] for k in ("read_mb", "written_mb"))
     figure, axes = plt.subplots(1, 2, figsize=(11, 1.7 + 0.5 * len(rows)), sharey=True)
-    axes[0].barh(names, read, color=GREYS[0], edgecolor="black", label="read")
-    axes[0].barh(names, written, left=read, color=GREYS[2], hatch=HATCHES[1], edgecolor="black", label="written")
+    axes[0].barh(names, read, color=GRAYS[0], edgecolor="black", label="read")
+    axes[0].barh(names, written, left=read, color=GRAYS[2], hatch=HATCHES[1], edgecolor="black", label="written")
     for name, row in zip(names, rows):
         axes[0].annotate(f" {row['moved_mb']:.3g}, x {row['times_first']:.3g}", (row["moved_mb"], name), va="center")
         axes[1].annotate(f" {row['launches']}", (row["launches"], name), va="center")
-    axes[1].barh(names, [row["launches"] for row in rows], color=GREYS[1], edgecolor="black")
+    axes[1].barh(names, [row["launches"] for row in rows], color=GRAYS[1], edgecolor="black")
     axes[0].set(title="Global memory; x: relative to the first", xlabel="MB, of all kernels",
                 xlim=(0, 1.45 * max(row["moved_mb"] for row in rows)))
     axes[1].set(title="Kernels", xlabel="launches", xlim=(0, 1.2 * max(row["launches"] for row in rows)))
@@ -306,10 +306,10 @@ UNNAMED = 0.07  # of the width: shorter events get no name
 
 
 def draw_track(axis, spans, y, begin, end):
-    """The events of one track between two times; neighbours differ in grey, and a name is where there is room."""
+    """The events of one track between two times; neighbors differ in gray, and a name is where there is room."""
     shown = [s for s in spans if s[2] < end and s[2] + s[3] > begin]
     for i, (_, name, start, length) in enumerate(sorted(shown, key=lambda s: s[2])):
-        axis.broken_barh([(start, length)], (y - 0.4, 0.8), facecolor=GREYS[i % 2 * 2], edgecolor="black",
+        axis.broken_barh([(start, length)], (y - 0.4, 0.8), facecolor=GRAYS[i % 2 * 2], edgecolor="black",
                          linewidth=0.4)
         left, right = max(start, begin), min(start + length, end)
         if right - left > UNNAMED * (end - begin):
@@ -399,15 +399,15 @@ def draw_roofline(runs):
     axis.set(xscale="log", yscale="log", xlabel="operations per byte moved (FLOP/byte)", ylabel="speed in GFLOP/s",
              ylim=(min(heights) / 2, 3 * max(peak, *heights)), title="Each layer's speed, and the limits of "
              f"the machine\n{name_of(run)}: {describe([run])}")
-    labelled = {label: line for line, label in zip(*axis.get_legend_handles_labels())}  # each once
-    axis.legend(labelled.values(), labelled, loc="lower right")
+    labeled = {label: line for line, label in zip(*axis.get_legend_handles_labels())}  # each once
+    axis.legend(labeled.values(), labeled, loc="lower right")
     return figure
 
 
 def draw_matrix(axis, counts, names, size):
     """The confusion matrix, in per cent of each class; the names in letters of that size."""
     share = 100 * counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-    picture = axis.imshow(share, cmap="Greys", vmin=0, vmax=100)
+    picture = axis.imshow(share, cmap="Grays", vmin=0, vmax=100)
     axis.figure.colorbar(picture, ax=axis, label="% of the class's images", shrink=0.8)
     if len(names) <= 20:
         for i, j in zip(*np.where(share.round() > 0)):
@@ -500,8 +500,8 @@ def draw_filters(runs):
         axis.set(xlim=(-0.1, columns * 1.2), ylim=(y - 0.1, 1.1))
         axis.set_title(when, fontsize=9)
         axis.axis("off")
-    colours = "red, green, blue from top\n" * (channels == 3)
-    figure.suptitle(f"{name}: {count} filters of {height} x {width}\n{colours}{name_of(run)}: {describe([run])}",
+    colors = "red, green, blue from top\n" * (channels == 3)
+    figure.suptitle(f"{name}: {count} filters of {height} x {width}\n{colors}{name_of(run)}: {describe([run])}",
                     fontsize=9, y=1.02 + 0.1 / len(sets))
     figure.colorbar(picture, ax=axes, label="weight")
     return figure
@@ -529,7 +529,7 @@ def draw_bench(path):
     for axis, (name, group) in zip(axes.flat, panels.items()):
         for k, who in enumerate(("cnn", "PyTorch")):
             axis.bar([i + 0.4 * k - 0.2 for i in range(len(group))], [speed[k] for _, speed in group], 0.4,
-                     color=GREYS[k], hatch=HATCHES[k], edgecolor="black", label=who)
+                     color=GRAYS[k], hatch=HATCHES[k], edgecolor="black", label=who)
         for i, (_, (ours, theirs)) in enumerate(group):
             axis.annotate(f"{ours / theirs:.1f} x", (i - 0.2, ours), (0, 3), textcoords="offset points", ha="center")
         axis.set(title=name, ylim=(0, 1.2 * max(max(speed) for _, speed in group)))

@@ -13,7 +13,7 @@ The model, for ddp (section 10 of cnn.c):
               other there. With --strong all except optimizer and other shrink with the images per device.
     comm    = B * 2(N-1) * alpha + 2(N-1)/N * gradient bytes / beta
               The ring reduces each of the B buckets in 2(N-1) messages; alpha is the latency of a
-              message, beta the bandwidth from a device to its neighbour in bytes per second.
+              message, beta the bandwidth from a device to its neighbor in bytes per second.
     exposed = the part of comm that backward does not hide: all of it with --overlap off or B = 1, else
               max(comm / B, comm - backward * (B-1) / B)
               The last bucket cannot start before backward ends, nor the first before it is filled.

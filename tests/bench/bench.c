@@ -71,14 +71,14 @@ static double measure_steps(Run *run, const Batch *batch, size_t *steps) {
 /* A second program, which trains the same with one thread while it is wanted. One thread beside it
    shows what this machine gives to two programs that share nothing but its memory and caches: a
    yardstick for two threads of one program. */
-typedef struct Neighbour {
+typedef struct Neighbor {
     pid_t pid;
     atomic_bool wanted, busy;
     atomic_size_t steps;
-} Neighbour;
+} Neighbor;
 
-static Neighbour *start_neighbour(Run *run) {
-    Neighbour *n = mmap(NULL, sizeof *n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+static Neighbor *start_neighbor(Run *run) {
+    Neighbor *n = mmap(NULL, sizeof *n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pid_t parent = getpid(), child = n == MAP_FAILED ? -1 : fork();
     if (child < 0)
         die(1, "no second program: %s", strerror(errno));
@@ -99,13 +99,13 @@ static Neighbour *start_neighbour(Run *run) {
 }
 
 // Waits a moment, or dies if nothing is left to wait for.
-static void wait_for(const Neighbour *n) {
+static void wait_for(const Neighbor *n) {
     if (waitpid(n->pid, NULL, WNOHANG) != 0)
         die(1, "the second program has ended; is there memory for two?");
     usleep(1000);
 }
 
-static double measure_beside(Neighbour *n, Run *run, const Batch *batch, size_t *steps) {
+static double measure_beside(Neighbor *n, Run *run, const Batch *batch, size_t *steps) {
     n->wanted = true;
     for (size_t before = n->steps; n->steps < before + 2;)
         wait_for(n);
@@ -209,9 +209,9 @@ int main(int argc, char **argv) {
     enum { ROUNDS = 9 };
     static Run run;
     setup_settings(&run, argc, argv);
-    Neighbour *neighbour = NULL;
+    Neighbor *neighbor = NULL;
     if (num_threads == 2 && !run.settings.max_steps && !run.settings.layers)
-        neighbour = start_neighbour(&run);
+        neighbor = start_neighbor(&run);
     const Batch *batch = setup_bench(&run);
     size_t steps = 0;
     train_step(&run, batch, steps++);
@@ -233,11 +233,11 @@ int main(int argc, char **argv) {
         scaling[round] = 1;
         if (num_threads == 1)
             continue;
-        set_num_threads(1); // in turn, so that both meet the same neighbours
+        set_num_threads(1); // in turn, so that both meet the same neighbors
         double one = measure_steps(&run, batch, &steps);
         scaling[round] = speeds[round] / one;
-        if (neighbour && round % 3 == 0)
-            programs[round / 3] = 2 * measure_beside(neighbour, &run, batch, &steps) / one;
+        if (neighbor && round % 3 == 0)
+            programs[round / 3] = 2 * measure_beside(neighbor, &run, batch, &steps) / one;
         set_num_threads((int)run.settings.threads);
     }
     double speed = median(speeds, ROUNDS), peak = median(peaks, ROUNDS);
@@ -248,10 +248,10 @@ int main(int argc, char **argv) {
            run.settings.model, run.settings.width, batch->n, run.settings.threads, speed,
            median(scaling, ROUNDS), gflops, peak, 100 * gflops / peak,
            (double)usage.ru_maxrss * 1024 / 1e6, bandwidth, copy_gb_per_s());
-    if (neighbour) {
+    if (neighbor) {
         printf(" two_programs=%.2f", median(programs, ROUNDS / 3));
-        kill(neighbour->pid, SIGTERM);
-        waitpid(neighbour->pid, NULL, 0);
+        kill(neighbor->pid, SIGTERM);
+        waitpid(neighbor->pid, NULL, 0);
     }
     printf("\n");
     return 0;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # make bench: our training steps next to PyTorch's, on the same cores in the same run; then an
-# epoch. Absolute figures vary with the machine and its neighbours; quote ratios and per cents.
+# epoch. Absolute figures vary with the machine and its neighbors; quote ratios and per cents.
 # THREADS="1 2": other numbers of threads. PYTHON=...: one that can import torch.
 # NETS="mnist,64 resnet18,32": only these networks and batch sizes.
 set -u

@@ -6,7 +6,7 @@ size, optimizer and number of threads, in 32-bit floats, on one batch of random 
 memory.  PyTorch's CPU kernels for NCHW and NHWC tensors differ, so both layouts run, eager and, with
 --compile, through torch.compile; the fastest is what counts.
 
-Not compared: reading, shuffling and normalising the data (pytorch_mnist.py beside this file times
+Not compared: reading, shuffling and normalizing the data (pytorch_mnist.py beside this file times
 training end to end), the accuracy reached, bfloat16.
 
 PyTorch runs as installed.  With glibc, large tensors cost it page faults in every step, about a

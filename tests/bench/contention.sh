@@ -5,7 +5,7 @@
 #
 #   tests/bench/contention.sh       ROUNDS=5 EACH=10 CASES='mnist,64 ...' CNN=./cnn PYTHON=python3 in the environment
 #
-# A round runs every case once under each load, for EACH seconds, so that all of them meet the same neighbours; the
+# A round runs every case once under each load, for EACH seconds, so that all of them meet the same neighbors; the
 # shares are medians of the rounds. Takes ROUNDS * (EACH + 2) * 24 seconds: 24 minutes, with PyTorch 60.
 set -u
 cd "$(dirname "$0")/../.." || exit 1

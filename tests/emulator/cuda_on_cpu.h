@@ -539,7 +539,7 @@ EMU_SWITCHES inline void fiber_main() {
 
 /* ==== 4. Shared memory ==========================================================================
 
-   Uninitialised when a block starts: every byte is 0xff, a NaN. */
+   Uninitialized when a block starts: every byte is 0xff, a NaN. */
 
 inline void *new_shared(size_t bytes, const char *name) {
     void *memory;

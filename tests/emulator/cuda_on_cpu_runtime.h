@@ -2,7 +2,7 @@
    order: 1 memory, 2 streams, 3 checked requests (launches, copies), 4 CUDA's functions, 5 tensor
    cores and asynchronous copies, 6 counting accesses.
 
-   The runtime is serialised by a lock, which a caller holds while it calls or waits. The blocks of
+   The runtime is serialized by a lock, which a caller holds while it calls or waits. The blocks of
    a grid are still distributed to the cores. */
 
 namespace emu {

@@ -81,7 +81,7 @@ __global__ void scale(float *a, float factor, int n) {
     }
 }
 
-// Every thread takes over its neighbour's number, `rounds` times, between barriers.
+// Every thread takes over its neighbor's number, `rounds` times, between barriers.
 __global__ void rounds_of_barriers(float *a, int rounds) {
     extern __shared__ float4 numbers[];
     float *mine = (float *)numbers;
@@ -353,7 +353,7 @@ static void test_graph() {
     CHECK(cudaStreamDestroy(stream));
 }
 
-// One host thread per device; then every device reads its neighbour's array, in a ring.
+// One host thread per device; then every device reads its neighbor's array, in a ring.
 static void test_devices(int devices) {
     const int n = 300, MOST = 8;
     float *own[MOST], *got[MOST], *host[MOST];
@@ -468,10 +468,10 @@ static void out_of_dynamic(bool mended) {
     passes("out_of_dynamic", a.host[0] == 1);
 }
 
-__global__ void reverse(float *a, bool synchronise) {
+__global__ void reverse(float *a, bool synchronize) {
     __shared__ float s[64];
     s[threadIdx.x] = (float)threadIdx.x;
-    if (synchronise) {
+    if (synchronize) {
         __syncthreads();
     }
     a[threadIdx.x] = s[63 - threadIdx.x];
@@ -484,14 +484,14 @@ static void missing_barrier(bool mended) {
 }
 
 // A second barrier is missing: the next iteration overwrites what another warp still reads.
-__global__ void overwrites(float *a, bool synchronise) {
+__global__ void overwrites(float *a, bool synchronize) {
     __shared__ float s[64];
     float sum = 0;
     for (int i = 0; i < 4; i++) {
         s[threadIdx.x] = (float)i;
         __syncthreads();
         sum += s[threadIdx.x ^ 32];
-        if (synchronise) {
+        if (synchronize) {
             __syncthreads();
         }
     }
@@ -505,11 +505,11 @@ static void missing_second_barrier(bool mended) {
 }
 
 // Lanes of a warp do not run in lockstep, and a shuffle does not order their accesses.
-__global__ void within_warp(float *a, bool synchronise) {
+__global__ void within_warp(float *a, bool synchronize) {
     __shared__ float s[32];
     s[threadIdx.x] = (float)threadIdx.x;
     int zero = __shfl_sync(0xffffffff, 0, 0);
-    if (synchronise) {
+    if (synchronize) {
         __syncwarp();
     }
     a[threadIdx.x] = s[31 - threadIdx.x + zero];
@@ -593,21 +593,21 @@ __global__ void part_of_shared(float *a, unsigned n) {
     __syncthreads();
     a[threadIdx.x] = s[threadIdx.x];
 }
-static void uninitialised_shared(bool mended) {
+static void uninitialized_shared(bool mended) {
     Both<float> a(64);
     part_of_shared<<<1, 64>>>(a.gpu, mended ? 64 : 60);
     a.down();
-    passes("uninitialised_shared", a.host[63] == 0);
+    passes("uninitialized_shared", a.host[63] == 0);
 }
 
-static void uninitialised_global(bool mended) {
+static void uninitialized_global(bool mended) {
     Both<float> a(64);
     if (mended) {
         CHECK(cudaMemset(a.gpu, 0, a.bytes()));
     }
     scale<<<1, 64>>>(a.gpu, 0, 64);
     a.down();
-    passes("uninitialised_global", a.host[63] == 0);
+    passes("uninitialized_global", a.host[63] == 0);
 }
 
 __global__ void shuffles(float *a, unsigned lanes, unsigned mask, int source) {
@@ -749,7 +749,7 @@ static void host_access(bool mended) {
     passes("host_access", a.host[3] == 1);
 }
 
-static void missing_synchronise(bool mended) {
+static void missing_synchronize(bool mended) {
     Both<float> a(64);
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
@@ -758,7 +758,7 @@ static void missing_synchronise(bool mended) {
     if (mended) {
         CHECK(cudaStreamSynchronize(stream));
     }
-    passes("missing_synchronise", a.host[0] == 1);
+    passes("missing_synchronize", a.host[0] == 1);
     CHECK(cudaStreamDestroy(stream));
 }
 
@@ -1004,8 +1004,8 @@ static const struct {
     BUG(missing_fence),
     BUG(divergent_barrier),
     BUG(early_exit),
-    BUG(uninitialised_shared),
-    BUG(uninitialised_global),
+    BUG(uninitialized_shared),
+    BUG(uninitialized_global),
     BUG(exited_lanes),
     BUG(outside_mask),
     BUG(source_outside_mask),
@@ -1020,7 +1020,7 @@ static const struct {
     BUG(other_devices_stream),
     BUG(freed_twice),
     BUG(host_access),
-    BUG(missing_synchronise),
+    BUG(missing_synchronize),
     BUG(missing_event),
     BUG(much_shared),
     BUG(many_threads),

@@ -109,8 +109,8 @@ test_bugs() {
     bug outside_mask plain "$thread$line: lane [0-9]+ is not in the mask 0xff"
     bug source_outside_mask plain "$thread$line: reads lane 20, which is not in the mask"
     bug divergent_shuffle plain "$thread$line: lane [0-9]+ waits for this one in another"
-    bug uninitialised_shared plain "$wrong"
-    bug uninitialised_global plain "$wrong"
+    bug uninitialized_shared plain "$wrong"
+    bug uninitialized_global plain "$wrong"
     bug missing_wait plain "$wrong"
     bug never_waited plain "${thread}has ended without waiting for its last 1 cp.async"
     bug misaligned_copy plain "$thread$line: cp.async: .* is not aligned"
@@ -121,7 +121,7 @@ test_bugs() {
     bug other_devices_stream plain "$place: in a stream of device 1" CUEMU_DEVICES=2
     bug freed_twice plain '^cuda_on_cpu: cudaFree: .* was freed before'
     bug host_access plain 'the host touches memory of a GPU' CUEMU_PROTECT=1
-    bug missing_synchronise plain "$wrong" CUEMU_LAZY=1
+    bug missing_synchronize plain "$wrong" CUEMU_LAZY=1
     bug missing_event plain "$wrong" CUEMU_LAZY=1
     bug much_shared plain "$place: 65536 bytes of dynamic shared memory"
     bug many_threads plain "$place: 1025 threads in a block"

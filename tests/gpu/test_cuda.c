@@ -573,7 +573,7 @@ static void test_conv(const Kernels *k) {
             compare_layer(k, *l, false, shapes[i].n, variant & 2, false, &splits);
         }
     *context = 0;
-    bool naive = k->name == NAIVE;
+    bool naive = k->choice == NAIVE;
     for (size_t split = 0; split < 2 && !tiny; split++)
         if (!splits.forward[split] != (split && naive) ||
             !splits.backward[split] != (split && naive))
@@ -1125,7 +1125,7 @@ static void test_tiles(const Kernels *k) {
                   {{12, 11, 72}, 40, 1, 1, 3},
                   {{4, 4, 96}, 72, 3, 1, 2},
                   {{4, 4, 64}, 72, 3, 1, 9}};
-    for (size_t i = 0; i < (quick ? 3 : 4) && k->name != NAIVE; i++) {
+    for (size_t i = 0; i < (quick ? 3 : 4) && k->choice != NAIVE; i++) {
         const Layer *l = first_layer(shapes[i].in);
         size_t n = shapes[i].n;
         conv2d_bias(&net, 0, shapes[i].channels, shapes[i].kernel, shapes[i].stride,
@@ -1185,8 +1185,8 @@ static void test_choice_of_tiles(const Kernels *k) {
                   {776, 128, 128, 128, {256, 128}}};
     DeviceInfo info = {0};
     k->device->describe(&info);
-    const bool tensor = k->name == TENSOR;                        // whose smallest tile is 64 x 64
-    if (!info.emulated || k->name == NAIVE || getenv("CUEMU_SM")) // CUEMU_SM: another GPU
+    const bool tensor = k->choice == TENSOR;                        // whose smallest tile is 64 x 64
+    if (!info.emulated || k->choice == NAIVE || getenv("CUEMU_SM")) // CUEMU_SM: another GPU
         return;
     setenv("CUEMU_CLOCK", "1", 1);
     const size_t count = k->precision == BF16 && !quick ? 4 : 3; // the deep one takes seconds
@@ -1390,7 +1390,7 @@ static void run_gather(const Kernels *k, const Task *t) {
     memcpy(labels, t->on_cpu->labels, t->n);
 }
 
-/* Interpolated numbers close to the middle between two grey levels may be rounded either way: one
+/* Interpolated numbers close to the middle between two gray levels may be rounded either way: one
    level, in one pixel of a hundred. With --resize, four pixels around each have a part in it. */
 static void elastic_bound(const Task *t, const Array *before, const Array *got, const Array *want,
                           Array *bound) {
@@ -1636,7 +1636,7 @@ static void compare_losses(const double *got, const double *want, size_t steps, 
 
 // The losses equal the CPU's; a second run gives the same weights, with copied batches as well.
 static void test_training(const Kernels *k) {
-    bool tiled = k->name == TILED;
+    bool tiled = k->choice == TILED;
     double tolerance = k->precision == FP32 ? 1e-4 : k->precision == BF16 ? 3e-2 : 1e-2;
     // quick: only cifar; ./cnn-emu trains mnist, see test_cuda.sh
     for (size_t i = quick; i < (quick ? 2 : (size_t)TRAINED - !tiled); i++) {
@@ -1714,7 +1714,7 @@ static const char no_tensor_cores[] =
 static bool lacks_tensor_cores(const Kernels *k) {
     DeviceInfo device = {0};
     k->device->describe(&device);
-    return k->name == TENSOR && !device.tensor_cores[k->precision];
+    return k->choice == TENSOR && !device.tensor_cores[k->precision];
 }
 
 static void print_weights(void) {

@@ -159,7 +159,7 @@ test_options() {
     equal crop_flip_copied crop_flip
     train elastic "${small[@]}" --augment elastic
     train elastic_cpu "${small[@]}" --augment elastic --no-cuda
-    close elastic elastic_cpu # but for a few grey levels
+    close elastic elastic_cpu # but for a few gray levels
     local resized=(--model cifar --limit-train 6 --batch-size 4 --resize 64 --augment crop-flip)
     train resized "${resized[@]}"
     line resized/row_0 ' 0 +input .* 64 x 64 x 3 '

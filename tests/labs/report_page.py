@@ -71,10 +71,10 @@ LONG
 """
 
 
-def png(width, height, grey):
+def png(width, height, gray):
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-    rows = zlib.compress((b"\0" + bytes([grey]) * width) * height)
+    rows = zlib.compress((b"\0" + bytes([gray]) * width) * height)
     return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
             + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
 

@@ -14,7 +14,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # colours
+TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # colors
 
 
 def show(output):

@@ -29,7 +29,7 @@ see() {
 # lines): of global memory requests, lanes on, sectors, per cent used; of shared memory requests, lanes on, passes,
 # conflicts. "flop N" and "unordered N", the pairs of threads without a barrier between, where there are any.
 #
-# 64 threads are 2 warps. 32 lanes x 4 bytes are 128 bytes: 4 sectors if neighbours, 8 with stride 2, 32 with stride 32,
+# 64 threads are 2 warps. 32 lanes x 4 bytes are 128 bytes: 4 sectors if neighbors, 8 with stride 2, 32 with stride 32,
 # 5 if they begin at byte 4. 32 x 16 bytes: 16 sectors; in shared memory 4 parts of 8 lanes, a pass each. 32 x 2 bytes:
 # 2 sectors. A column of a tile of 32 x 32 lies in one bank: 32 passes, 31 of them conflicts, for each of 32 warps.
 by_hand='

@@ -159,7 +159,7 @@ static void count_sectors(const Warp &w, const Inst &in, const u64 *a) {
     c.requests++;
 }
 
-// Passes over the 32 banks of 4 bytes by `together` neighbouring lanes, whose words differ
+// Passes over the 32 banks of 4 bytes by `together` neighboring lanes, whose words differ
 static u32 passes_of(const u64 *a, u32 words, int begin, int together, u32 mask) {
     u64 of_bank[32][WARP];
     u32 n[32] = {}, most = 0;

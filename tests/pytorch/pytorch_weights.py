@@ -105,7 +105,7 @@ def write_data(folder, dataset, train, test):
         write_cifar(f"{folder}/test.bin", *test, 2, 10000)
 
 
-def normalised(images, mean, std, size=None):
+def normalized(images, mean, std, size=None):
     mean, std = (torch.tensor(x).reshape(1, -1, 1, 1) for x in (mean, std))
     images = (torch.from_numpy(images).float() / 255 - mean) / std
     return F.interpolate(images, size, mode="bilinear", align_corners=False) if size else images
@@ -114,8 +114,8 @@ def normalised(images, mean, std, size=None):
 # ---- The two sides ------------------------------------------------------------------------------
 
 
-def randomise(net, inputs):
-    """Random BatchNorms, whose statistics nearly fit, and outputs that favour no class."""
+def randomize(net, inputs):
+    """Random BatchNorms, whose statistics nearly fit, and outputs that favor no class."""
     norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.weight.data.uniform_(0.5, 1.5)
@@ -194,12 +194,12 @@ def check_net(name, folder):
     train, test = (draw_images(n, len(mean), classes, rng) for n in (TRAIN, count))
     write_data(folder, dataset, train, test)
     model, *resize = name.split()
-    inputs, labels = normalised(test[0], mean, std, *map(int, resize[1:])), test[1]
+    inputs, labels = normalized(test[0], mean, std, *map(int, resize[1:])), test[1]
     options = "--model", model, *resize, "--dataset", dataset, "--limit-test", str(count)
     name = name.replace(" --resize ", "_")
 
     theirs = make()
-    randomise(theirs, inputs)
+    randomize(theirs, inputs)
     save_file(theirs.state_dict(), f"{folder}/theirs")
     result = run_cnn(folder, *options, "--load", f"{folder}/theirs", "--eval")
     report(f"{name}/theirs_in_cnn", differences(theirs, inputs, labels, *result))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What users and strangers give cnn to read, changed at random by libFuzzer, with the sanitizers for
-# addresses and undefined behaviour: IDX and CIFAR files, checkpoints, options and argument files.
+# addresses and undefined behavior: IDX and CIFAR files, checkpoints, options and argument files.
 # fuzz.c has the targets and what they demand. SECONDS_LONG=N: for so long, instead of a few thousand
 # inputs, from the inputs in build/fuzz that earlier calls have found.
 # Prints `pass fuzz/NAME`, `fail fuzz/NAME: expected ..., found ...` or `skip fuzz/NAME: why`.

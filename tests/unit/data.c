@@ -117,7 +117,7 @@ static void test_synthetic_classes(void) {
     verdict("synthetic images: each class has a glyph");
 }
 
-// Where no glyph reaches, above row 5, there is grey with uniform noise, whose variance is
+// Where no glyph reaches, above row 5, there is gray with uniform noise, whose variance is
 // 0.3^2 (256^2 - 1) / 12.
 static void test_synthetic_noise(void) {
     enum { NOISY = 100, PIXELS = 28 * 5 };
@@ -365,7 +365,7 @@ static void draw_map(uint8_t *image) {
 
 typedef struct FieldSums { // sums over pixels in the middle
     double count, sum[2], squares[2], product, steps[2], largest;
-    size_t outside, grey; // pixels that came from outside, or from the border
+    size_t outside, gray; // pixels that came from outside, or from the border
 } FieldSums;
 
 // How far pixel (y, x) came from, down and right.
@@ -393,13 +393,13 @@ static void measure_field(FieldSums *f, const uint8_t *image) {
         }
     for (size_t i = 0; i < ELASTIC_SIDE * ELASTIC_SIDE; i++) {
         f->outside += image[3 * i + 2] == 0;
-        f->grey += image[3 * i + 2] > 0 && image[3 * i + 2] < 255;
+        f->gray += image[3 * i + 2] > 0 && image[3 * i + 2] < 255;
     }
 }
 
 /* A uniform field in [-34, 34) has a deviation of 34 / sqrt(3). Blurred with sigma 4 in two
    directions, a sum with weights whose squares add up to 1 / (4 pi sigma^2), it keeps 1.38 pixels
-   of them; neighbours then differ by 0.244, and by 0.25 in bytes. */
+   of them; neighbors then differ by 0.244, and by 0.25 in bytes. */
 static void test_elastic_field(void) {
     static uint8_t in[ELASTIC_SIDE * ELASTIC_SIDE * 3], out[sizeof in];
     Shape s = {ELASTIC_SIDE, ELASTIC_SIDE, 3};
@@ -416,7 +416,7 @@ static void test_elastic_field(void) {
         double mean = f.sum[i] / f.count, deviation = sqrt(f.squares[i] / f.count);
         double step = sqrt(f.steps[i] / f.count);
         if (!(fabs(mean) < .25 && deviation > 1.25 && deviation < 1.52 && step > .22 && step < .28))
-            fail("direction %zu: mean %.3f, deviation %.3f, neighbours differ by %.3f", i, mean,
+            fail("direction %zu: mean %.3f, deviation %.3f, neighbors differ by %.3f", i, mean,
                  deviation, step);
     }
     double together = f.product / sqrt(f.squares[0] * f.squares[1]);
@@ -424,8 +424,8 @@ static void test_elastic_field(void) {
         fail("down and right move together: correlation %.2f", together);
     if (!(f.largest < 7) || changed != ELASTIC_DRAWS)
         fail("largest %.1f pixels, %zu of %d images changed", f.largest, changed, ELASTIC_DRAWS);
-    if (f.outside == 0 || f.grey == 0 || f.outside > ELASTIC_DRAWS * 40)
-        fail("%zu pixels black, %zu grey at the border", f.outside, f.grey);
+    if (f.outside == 0 || f.gray == 0 || f.outside > ELASTIC_DRAWS * 40)
+        fail("%zu pixels black, %zu gray at the border", f.outside, f.gray);
     verdict("elastic: how far pixels move, black outside");
 }
 
@@ -563,7 +563,7 @@ static void test_enlarge(void) {
     verdict("--resize: bilinear interpolation");
 }
 
-// Images are augmented in their own size, normalised, and then enlarged.
+// Images are augmented in their own size, normalized, and then enlarged.
 static void test_resized_loader(size_t augmentation) {
     enum { FACTOR = 3, LARGE = FACTOR * FACTOR * VIEW_SIZE };
     Augment *augment = augmentations[augmentation].augment;
@@ -582,7 +582,7 @@ static void test_resized_loader(size_t augmentation) {
             memcpy(bytes, image, VIEW_SIZE);
             if (augment)
                 augment(bytes, image, view_info.shape, &key);
-            normalise(&l, view, bytes);
+            normalize(&l, view, bytes);
             expect_enlarged(want, view, view_info.shape, FACTOR);
             check_enlarged(b->images + i * LARGE, want, LARGE, 10);
         }

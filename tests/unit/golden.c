@@ -188,7 +188,7 @@ static void compare_numbers(const Golden *g, const char *keyword, const real *go
 }
 
 // Norm, sum and entries of a tensor, as tensor_line() in make_golden.py lists them.
-static Array summarise(const real *values, size_t count) {
+static Array summarize(const real *values, size_t count) {
     size_t listed = min_size(GOLDEN_LISTED, count);
     Array all = array(2 + listed, guard_value);
     double squares = 0, sum = 0;
@@ -209,7 +209,7 @@ static void compare_tensor(const Line *line, const real *values, size_t count, d
         fail("%s: %zu numbers, expected %g", line->name, count, line->numbers[0]);
         return;
     }
-    Array got = summarise(values, count), want = array(got.count, 0), bound = array(got.count, 0);
+    Array got = summarize(values, count), want = array(got.count, 0), bound = array(got.count, 0);
     double norm = line->numbers[1], largest = norm / sqrt((double)count); // no less than this
     for (size_t i = 0; i < got.count; i++) {
         want.at[i] = (real)line->numbers[1 + i];
@@ -244,7 +244,7 @@ static void run_golden_net(Net *net, const GoldenNet *which, const Golden *g) {
     size_t n = which->batch;
     TensorList list = list_tensors(net);
     TensorList grads = {.tensors = must_alloc(list.count * sizeof(Tensor), "a test")};
-    list_parameters(&grads, net, "", net->grads);
+    append_parameters(&grads, net, "", net->grads);
     double tolerance = golden_tolerance(net, n);
     RandomKey key = {.seed = 1, .epoch = 1, .stride = 1};
     set_golden_parameters(net, g, list.tensors, list.count);

@@ -227,7 +227,7 @@ static void test_incomplete_tables(void) {
 
 typedef struct Spread {
     double largest, variance;
-    double fourth, neighbours; // the fourth moment, by variance^2; correlation of neighbours
+    double fourth, neighbors; // the fourth moment, by variance^2; correlation of neighbors
 } Spread;
 
 static Spread measure_spread(const real *values, size_t count) {
@@ -237,10 +237,10 @@ static Spread measure_spread(const real *values, size_t count) {
         s.largest = fmax(s.largest, fabs((double)values[i]));
         s.variance += square / (double)count;
         s.fourth += square * square / (double)count;
-        s.neighbours += i ? (double)values[i] * (double)values[i - 1] / (double)count : 0;
+        s.neighbors += i ? (double)values[i] * (double)values[i - 1] / (double)count : 0;
     }
     s.fourth /= s.variance * s.variance;
-    s.neighbours /= s.variance;
+    s.neighbors /= s.variance;
     return s;
 }
 
@@ -251,8 +251,8 @@ static void expect_spread(const char *name, const real *values, size_t count, do
     if (!(fabs(s.variance / variance - 1) < .05 && fabs(s.fourth / fourth - 1) < .1))
         fail("%s: variance %g, fourth moment %.2f, expected %g, %.2f", name, s.variance, s.fourth,
              variance, fourth);
-    if (!(fabs(s.neighbours) < .05))
-        fail("%s: neighbours have a correlation of %.2f", name, s.neighbours);
+    if (!(fabs(s.neighbors) < .05))
+        fail("%s: neighbors have a correlation of %.2f", name, s.neighbors);
     if (fourth < 2 && !(s.largest <= sqrt(3 * variance)))
         fail("%s: largest %g, expected %g", name, s.largest, sqrt(3 * variance));
 }

@@ -1,5 +1,5 @@
 /* mpi.h - what cnn.c uses of MPI. lab08.c implements it: each rank is a process that is connected to
-   the checker only, which forwards its messages to the right neighbour. */
+   the checker only, which forwards its messages to the right neighbor. */
 #pragma once
 
 typedef int MPI_Comm, MPI_Info, MPI_Datatype, MPI_Request;
