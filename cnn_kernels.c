@@ -414,6 +414,15 @@ INLINE void store(real *to, vec v, size_t count) {
         copy_part(to, &v, count * sizeof *to);
 }
 
+typedef int16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+
+// The lowest byte of each lane. In two steps, because with AVX2 gcc 12 converts 32-bit integers to
+// bytes one at a time. Gain: cifar with 64 channels 1.03, mnist 1.01.
+INLINE bytes narrow(mask m) {
+    return __builtin_convertvector(__builtin_convertvector(m, halves), bytes);
+}
+
 INLINE vec relu_vec(vec v) {
     return (vec)((mask)v & ~(v < 0));
 }
@@ -1981,7 +1990,6 @@ static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
 
 // Sets gradient and position of w->count windows from `first` on.
 static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
     const size_t from = image * shape_size(p->w.fused.pool->out) + first * w->channels;
     const size_t elements = w->count * w->channels;
     const real *dout = p->w.dout + from, *out = p->w.out + from;
@@ -1996,7 +2004,7 @@ static void route_gradient(const Windows *w, const PooledPass *p, size_t image, 
         mask passes = load(out + i, count) > 0; // the ReLU
         vec gradient = (vec)((mask)load(dout + i, count) & passes);
         *(vec *)(w->gradient + i) = gradient;
-        position |= __builtin_convertvector(gradient == 0, bytes) & WINDOW_PIXELS;
+        position |= narrow(gradient == 0) & WINDOW_PIXELS;
         memcpy(w->position + i, &position, LANES);
     }
 }
@@ -2194,7 +2202,6 @@ INLINE void keep_larger(vec *best, mask *arg, vec v, mask tap) {
    channels. */
 INLINE void maxpool2d_pixel(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t y,
                             size_t x) {
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
     for (size_t c = 0; c < l->out.c; c += LANES) {
         const size_t count = l->out.c - c;
         vec best = (vec){0} - (real)INFINITY;
@@ -2208,7 +2215,7 @@ INLINE void maxpool2d_pixel(real *out, uint8_t *argmax, const real *in, const La
                             tap);
             }
         store(out + c, best, count);
-        bytes positions = __builtin_convertvector(arg, bytes);
+        bytes positions = narrow(arg);
         if (count >= LANES)
             memcpy(argmax + c, &positions, LANES);
         else
@@ -2448,7 +2455,9 @@ static void fused_backward(Work w) {
         by_images(add, add_backward);
 }
 
-// As dropout_forward_naive(), for one image: 16 blocks of Philox at a time, which gcc vectorizes
+/* As dropout_forward_naive(), for one image: 16 blocks of Philox at a time, which gcc vectorizes.
+   Each element is multiplied, whether it is kept or not: with AVX2, gcc does not vectorize a product
+   that depends on a condition. Gain: mnist 1.04. */
 static void dropout_ith_image(const void *context, size_t image) {
     enum { BLOCK = 8, BLOCKS = 16 };
     const Work *w = context;
@@ -2464,11 +2473,13 @@ static void dropout_ith_image(const void *context, size_t image) {
         const size_t at = image * size + start, count = min_size(size - start, BLOCK * BLOCKS);
         const real *in = w->in + at;
         real *out = w->out + at;
-        uint8_t *saved = w->saved + at;
-        for (size_t i = 0; i < count; i++) {
+        uint8_t *restrict saved = w->saved + at;
+        for (size_t i = 0; i < count; i++)
             saved[i] = draws[i] >= threshold;
-            out[i] = draws[i] >= threshold ? in[i] * scale : 0;
-        }
+        for (size_t i = 0; i < count; i++)
+            out[i] = in[i] * scale;
+        for (size_t i = 0; i < count; i++)
+            out[i] = draws[i] >= threshold ? out[i] : 0;
     }
 }
 
