@@ -120,7 +120,7 @@ typedef struct Layer {
     size_t weight_offset, bias_offset;   // into params and grads, in elements
 } Layer;
 
-// Whether a layer multiplies its input by a matrix of weights
+// Returns whether a layer multiplies its input by a matrix of weights.
 static inline HOST_DEVICE bool has_weight_matrix(const Layer *l) {
     return l->kind == CONV2D || l->kind == LINEAR;
 }
@@ -192,7 +192,7 @@ struct RandomKey {
     size_t stride; // the distance between the positions of consecutive images
 };
 
-// The position of image number `image` of the batch in the epoch's permutation.
+// Returns the position of image number `image` of the batch in the epoch's permutation.
 static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
     return key.first + image * key.stride;
 }
@@ -434,8 +434,8 @@ static size_t output_size(Work w) {
     return w.n * shape_size(w.l->out);
 }
 
-// Whether a forward pass belongs to training. An evaluation has no key, since it draws no random
-// numbers.
+// Returns whether a forward pass belongs to training. An evaluation has no key, since it draws no
+// random numbers.
 static bool is_training(Work w) {
     return w.key != NULL;
 }
@@ -702,7 +702,7 @@ static uint32_t dropout_threshold(const Layer *l) {
     return (uint32_t)lround((double)l->p * 65536);
 }
 
-// The random bits of elements [8 * block, 8 * block + 8) of an image
+// bits = the random bits of elements [8 * block, 8 * block + 8) of an image
 static inline void dropout_draw(uint32_t bits[4], Work w, size_t image, size_t block) {
     philox4x32(bits, (uint32_t)block, (uint32_t)position_of(*w.key, image), (uint32_t)w.key->epoch,
                DRAW_DROPOUT + (uint32_t)w.row, w.key->seed);
@@ -782,7 +782,7 @@ static void log_softmax_backward(Work w) {
     /* LAB 1.6 END */
 }
 
-// The most likely class of an image; if several are equally likely, the first of them
+// Returns the most likely class of an image; if several are equally likely, the first of them.
 static size_t most_likely(const real *logp, size_t classes) {
     size_t best = 0;
     for (size_t k = 1; k < classes; k++)
@@ -909,7 +909,7 @@ static inline HOST_DEVICE Neighbors neighbors_of(size_t i, size_t factor, size_t
     return n;
 }
 
-// The share of the row `first` (0) or of the one after it (1)
+// Returns the share of the row `first` (0) or of the one after it (1).
 static inline HOST_DEVICE float neighbor_share(Neighbors n, size_t which) {
     return which == 0 ? 1 - n.share : n.share;
 }
@@ -1495,7 +1495,7 @@ static double machine_memory(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
 
-// A positive number from the environment, or 0
+// Returns a positive number from the environment, or 0.
 static size_t environment_number(const char *name) {
     const char *text = getenv(name);
     if (!text || atoi(text) <= 0)
@@ -1519,8 +1519,8 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
     line[strcspn(line, "\n")] = 0;
 }
 
-// The memory, in bytes, that this process's cgroup (version 2) allows. `cgroup_file` has the format
-// of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
+// Returns the memory, in bytes, that this process's cgroup (version 2) allows. `cgroup_file` has
+// the format of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *cgroup_file, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
     double limit = INFINITY; // sscanf() leaves it so if the line is "max", or missing
@@ -1533,8 +1533,8 @@ static double cgroup_limit(const char *cgroup_file, const char *root) {
     return limit;
 }
 
-// The memory, in bytes, that the Slurm job of this process allows on this machine. Slurm states it
-// in MB, for the machine or for each core.
+// Returns the memory, in bytes, that the Slurm job of this process allows on this machine. Slurm
+// states it in MB, for the machine or for each core.
 static double slurm_limit(void) {
     const size_t mb_of_machine = environment_number("SLURM_MEM_PER_NODE");
     const size_t mb_per_core = environment_number("SLURM_MEM_PER_CPU");
@@ -1543,8 +1543,8 @@ static double slurm_limit(void) {
     return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
 }
 
-// The memory that this process may take, in bytes: the smallest of the limits of the machine, the
-// Slurm job and the cgroup
+// Returns the memory that this process may take, in bytes: the smallest of the limits of the
+// machine, the Slurm job and the cgroup.
 static double memory_limit(void) {
     const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
     return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
@@ -1560,7 +1560,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     return hash;
 }
 
-// Whether a 16-bit number is finite: not all bits of its exponent are set.
+// Returns whether a 16-bit number is finite: not all bits of its exponent are set.
 static bool is_finite_16(uint16_t bits, Precision precision) {
     const uint16_t exponent = precision == FP16 ? 0x7c00 : 0x7f80;
     return (bits & exponent) != exponent;
@@ -1896,7 +1896,7 @@ static size_t global_avgpool2d(Net *net, size_t x) {
 
 // ---- Fusion
 
-// How often a layer reads a row: x + x reads x twice.
+// Returns how often a layer reads a row: x + x reads x twice.
 static size_t reads_of(const Layer *l, size_t row) {
     size_t reads = 0;
     if (l->input == row)
@@ -1906,7 +1906,7 @@ static size_t reads_of(const Layer *l, size_t row) {
     return reads;
 }
 
-// How often all layers after a row read it
+// Returns how often all layers after a row read it.
 static size_t count_reads(const Net *net, size_t row) {
     size_t count = 0;
     for (size_t i = row + 1; i < net->layer_count; i++)
@@ -1914,10 +1914,10 @@ static size_t count_reads(const Net *net, size_t row) {
     return count;
 }
 
-// Whether the reader of a row may write its result over the row's output. There must be no other
-// reader, the output must not be the images, and no backward pass may need it: neither the row's
-// own nor the backward pass of the row whose kernels wrote it. The kernels' fuse() decides whether
-// the reader's own backward pass allows it.
+// Returns whether the reader of a row may write its result over the row's output. There must be no
+// other reader, the output must not be the images, and no backward pass may need it: neither the
+// row's own nor the backward pass of the row whose kernels wrote it. The kernels' fuse() decides
+// whether the reader's own backward pass allows it.
 static bool is_output_disposable(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
@@ -1950,7 +1950,7 @@ static void fuse_pool(Net *net, size_t conv_row, const Layer *pool) {
         before->fused.relu_backward = false;
 }
 
-// Whether a row is computed by kernels of its own, not by those of an earlier row
+// Returns whether a row is computed by kernels of its own, not by those of an earlier row.
 static bool has_kernels(const RowPlan *plan) {
     return plan->mode != FUSED_INTO_EARLIER;
 }
@@ -2005,7 +2005,7 @@ static void plan_fusion(Net *net) {
 
 // ---- Memory of the gradients
 
-// Whether the kernels of a row read what the kernels of the row `writer` have written
+// Returns whether the kernels of a row read what the kernels of the row `writer` have written.
 static bool reads_row_of(const Net *net, size_t row, size_t writer) {
     const RowPlan *plans = net->row_plans;
     const size_t input_writer = plans[net->layers[row].input].computed_by;
@@ -2131,7 +2131,7 @@ static void plan_gradients(Net *net) {
 
 // ---- Arenas
 
-// Whether there is a 16-bit copy of the parameters, which the kernels read
+// Returns whether there is a 16-bit copy of the parameters, which the kernels read.
 static bool has_params16(const Net *net) {
     return net->kernels->element_bytes < sizeof(real);
 }
@@ -2165,7 +2165,7 @@ static void plan_net_arenas(Net *net) {
     memory_plan_add(p, &net->prepared, net->prepared_bytes, HOST_MEMORY, FOR_BUFFERS);
 }
 
-// The shape of what a row's kernels write: the max-pool's, if one is fused
+// Returns the shape of what a row's kernels write: the max-pool's, if one is fused.
 static Shape stored_shape(const Net *net, size_t row) {
     const Layer *pool = net->row_plans[row].fused.pool;
     return pool ? pool->out : net->layers[row].out;
@@ -2573,8 +2573,8 @@ static const Model *find_model(const char *name) {
     die(EXIT_USAGE, "no model %s", name); // not reached: the parser has checked the name
 }
 
-// The shape of images that are enlarged to the height `resize`, a multiple of their own; 0 leaves
-// them as they are.
+// Returns the shape of images that are enlarged to the height `resize`, a multiple of their own; 0
+// leaves them as they are.
 static Shape resized(Shape s, size_t resize) {
     const size_t factor = resize ? resize / s.h : 1;
     return (Shape){s.h * factor, s.w * factor, s.c};
@@ -2619,8 +2619,8 @@ static real *doutput(const Net *net, size_t row) {
     return (real *)(net->dactivations + net->row_plans[row].doutput);
 }
 
-// The weights of a row. A convolution or linear layer reads them from the 16-bit copy, if there is
-// one.
+// Returns the weights of a row. A convolution or linear layer reads them from the 16-bit copy, if
+// there is one.
 static real *weight_of(const Net *net, const Layer *l) {
     if (has_params16(net) && has_weight_matrix(l))
         return (real *)(net->params16 + 2 * l->weight_offset);
@@ -2684,7 +2684,7 @@ static void end_row(const Net *net, size_t row, RowPass pass) {
 
 // ---- The passes
 
-// The operands of row i for n images.
+// Returns the operands of row i for n images.
 static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
     const Layer *l = &net->layers[i];
     const RowPlan *plan = &net->row_plans[i];
@@ -2804,7 +2804,7 @@ static BatchLoss compute_loss(Net *net, size_t n, real *dlogp, double smoothing)
     return average_losses(net->staging[0], n);
 }
 
-// The loss of a training batch; sets the gradient of the last row.
+// Returns the loss of a training batch; sets the gradient of the last row.
 static BatchLoss loss_and_gradient(Net *net, size_t n) {
     return compute_loss(net, n, doutput(net, last_row(net)), net->settings->label_smoothing);
 }
@@ -2831,7 +2831,7 @@ static void store_predictions(const Net *net, const Batch *batch, double *predic
         predicted[position_of(batch->key, i)] = (double)most_likely(all + i * classes, classes);
 }
 
-// Whether the outputs of row i for n images are all finite. A fused row does not keep them.
+// Returns whether the outputs of row i for n images are all finite. A fused row does not keep them.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
     if (!has_kernels(&net->row_plans[i]))
         return true;
@@ -2845,7 +2845,7 @@ static bool is_output_finite(const Net *net, size_t i, size_t n) {
     return finite;
 }
 
-// The first row whose output is not finite, or the last row
+// Returns the first row whose output is not finite, or the last row.
 static size_t first_nonfinite_row(const Net *net, size_t n) {
     for (size_t row = 0; row < last_row(net); row++)
         if (!is_output_finite(net, row, n))
@@ -2933,7 +2933,7 @@ static const Optimizer optimizers[OPTIMIZERS] = {
     [SGD] = {.lr = 0.01, .state_count = 1, .states = {"momentum_buffer"}, .needs_momentum = true},
 };
 
-// How many numbers the optimizer keeps for each parameter
+// Returns how many numbers the optimizer keeps for each parameter.
 static size_t count_states(const Optimizer *o, const Settings *s) {
     if (o->needs_momentum && s->momentum == 0)
         return 0;
@@ -3287,7 +3287,7 @@ static void check_magic(const DataFile *f, uint32_t expected, const char *what, 
      images   0x0803, count, height, width
    Then come the items, a byte for each label or pixel. */
 
-// The number of items, from the file's header. Dies unless it is 1 to 10,000,000.
+// Returns the number of items, from the file's header. Dies unless it is 1 to 10,000,000.
 static size_t idx_count(const DataFile *f, const uint8_t *header) {
     const size_t count = big_endian(header + 4);
     if (count == 0 || count > 10000000)
@@ -3431,9 +3431,9 @@ static const DatasetInfo *find_dataset_info(const char *name) {
     return NULL;
 }
 
-/* A data set as a model sees it. Synthetic images look like the images of the data set that the
-   model's synthetic_like names. Images with three channels have mean and std .5 if they are
-   synthetic or the model says so. */
+// Returns a data set as a model sees it. Synthetic images look like the images of the data set that
+// the model's synthetic_like names. Images with three channels have mean and std .5 if they are
+// synthetic or the model says so.
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     const bool synthetic = strcmp(name, "synthetic") == 0;
     const char *source = synthetic ? model->synthetic_like : name;
@@ -3457,7 +3457,7 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
 enum { GLYPH_SIZE = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
-// The value as a byte, limited to 0 to 255. gcc vectorizes selects, but not fminf().
+// Returns the value as a byte, limited to 0 to 255. gcc vectorizes selects, but not fminf().
 static uint8_t to_byte(float value) {
     const float not_negative = value < 0 ? 0 : value;
     const float limited = not_negative > 255 ? 255 : not_negative;
@@ -3546,7 +3546,7 @@ static void make_synthetic(Dataset *data, Split split, size_t limit) {
     free(glyphs);
 }
 
-// Whether a folder has the first training file of a data set
+// Returns whether a folder has the first training file of a data set.
 static bool has_dataset(const char *dir, const char *name) {
     char path[PATH_SIZE];
     return data_path(path, dir, find_dataset_info(name)->files[0][0]);
@@ -3598,7 +3598,7 @@ static bool is_in_image(Shape s, ptrdiff_t y, ptrdiff_t x) {
     return row_inside && column_inside;
 }
 
-// A byte of an image. Pixels outside of it are black.
+// Returns a byte of an image. Pixels outside of it are black.
 static uint8_t byte_at(const uint8_t *image, Shape s, ptrdiff_t y, ptrdiff_t x, size_t c) {
     if (!is_in_image(s, y, x))
         return 0;
@@ -3860,7 +3860,7 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
-// The bytes of an epoch's order: of all images, and of those that order_epoch() repeats
+// Returns the bytes of an epoch's order: of all images, and of those that order_epoch() repeats.
 static size_t order_bytes(const Loader *loader) {
     return (loader->data->count + loader->consumer.ranks - 1) * sizeof *loader->order;
 }
@@ -4189,7 +4189,7 @@ static const void *mpi_exchange(Communicator *c, const void *send, size_t bytes,
 }
 #endif
 
-// How many processes mpirun or srun has started, or 0
+// Returns how many processes mpirun or srun has started, or 0.
 static size_t launched_processes(void) {
     static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
     size_t count = 0;
@@ -4259,7 +4259,8 @@ static void team_barrier(Communicator *c) {
     pthread_mutex_unlock(&t->lock);
 }
 
-// Whether NCCL adds the gradients: this build has it, and each rank is a process with its own GPU.
+// Returns whether NCCL adds the gradients: this build has it, and each rank is a process with its
+// own GPU.
 static bool uses_nccl(const Communicator *c) {
     const bool is_built_in = cuda_all_reduce != NULL; // a weak function: see section 3
     const bool is_process = c->team == NULL;
@@ -4457,7 +4458,8 @@ static void dp_copy(Communicator *c, real *to, const real *from, size_t count) {
     dp_receive(c, to, from, count, false);
 }
 
-// A rank's share of the master's batch. If the batch is small, the last ranks have no images.
+// Returns a rank's share of the master's batch. If the batch is small, the last ranks have no
+// images.
 static Range dp_share(const Communicator *c, size_t rank) {
     const size_t n = c->team->batch->n;
     const size_t images_per_rank = ceil_div(n, c->world);
@@ -4547,7 +4549,7 @@ static void dp_reduce(Communicator *c) {
 
 // ---- What train() and test() call. A single device counts as ddp.
 
-// Whether this rank loads images for training. With dp, only the master does.
+// Returns whether this rank loads images for training. With dp, only the master does.
 static bool loads_training_data(const Communicator *c) {
     return !c->dp || c->rank == 0;
 }
@@ -5395,7 +5397,7 @@ static const char *join_words(char text[PATH_SIZE], const char *const *words) {
     return text;
 }
 
-// The number of `text` among the words, or NOT_CHOSEN
+// Returns the number of `text` among the words, or NOT_CHOSEN.
 static int find_word(const char *const *words, const char *text) {
     for (int i = 0; words[i]; i++)
         if (strcmp(words[i], text) == 0)
@@ -5463,13 +5465,13 @@ static void print_help(void) {
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
-// Whether the part of `word` before a = equals `name`
+// Returns whether the part of `word` before a = equals `name`.
 static bool is_option(const char *word, const char *name) {
     const size_t length = strcspn(word, "=");
     return strlen(name) == length && strncmp(word, name, length) == 0;
 }
 
-// The option that a word names
+// Returns the option that a word names.
 static const Option *find_option(const char *word) {
     if (is_option(word, "--no-accel"))
         return find_option("--no-cuda"); // both are names in PyTorch's MNIST example
@@ -5611,7 +5613,8 @@ static const char *choice_word(const char *option, int number) {
 
 enum { OPTION_TEXT_SIZE = 64 };
 
-// The value of an option as text: a constant or a string of the settings, or else written to `text`
+// Returns the value of an option as text: a constant or a string of the settings, or else written
+// to `text`.
 static const char *option_text(char text[OPTION_TEXT_SIZE], const Settings *s, const Option *o) {
     const void *field = (const char *)s + o->offset;
     if (o->kind == NAME || o->kind == TEXT)
@@ -5829,7 +5832,7 @@ typedef struct Run {
     MemoryPlan plan;           // of the memory that is neither the network's nor a loader's
 } Run;
 
-// The steps of the whole run so far, as --max-steps and --trace-steps count them
+// Returns the steps of the whole run so far, as --max-steps and --trace-steps count them.
 static size_t steps_done(const Run *run) {
     return (run->epoch - 1) * run->epoch_steps + run->batch_index;
 }
@@ -6198,7 +6201,7 @@ static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
     atomic_open(f, path);
 }
 
-// The name of a class, or its number if the data set has no names; in `buffer`
+// Returns the name of a class, or its number if the data set has no names; in `buffer`.
 static const char *class_name(const Run *run, size_t label, char buffer[32]) {
     const char *at = run->dataset_info.class_names;
     if (!at) {
@@ -6362,8 +6365,8 @@ static bool read_row(char row[ROW_SIZE], FILE *csv, const char *path) {
     return line && strchr(line, '\n');
 }
 
-// Whether a resumed run keeps a row: one of an earlier epoch, or one of the first steps_kept steps
-// of the running epoch
+// Returns whether a resumed run keeps a row: one of an earlier epoch, or one of the first
+// steps_kept steps of the running epoch.
 static bool keeps_row(const Run *run, const char *row, size_t steps_kept) {
     size_t epoch = 0, step = 0;
     sscanf(row, "%zu,%zu", &epoch, &step);
@@ -6372,7 +6375,7 @@ static bool keeps_row(const Run *run, const char *row, size_t steps_kept) {
     return epoch > 0 && epoch < run->epoch;
 }
 
-// How many bytes of a log a resumed run keeps: the header and the rows before its position
+// Returns how many bytes of a log a resumed run keeps: the header and the rows before its position.
 static long length_kept(const Run *run, FILE *csv, const char *path, size_t steps_kept) {
     char row[ROW_SIZE];
     long kept = 0;
@@ -6677,7 +6680,7 @@ static void set_trace_origin(Run *run) {
     run->tracer.start = now();
 }
 
-// Whether the next step is one of --trace-steps
+// Returns whether the next step is one of --trace-steps.
 static bool in_trace_steps(const Run *run) {
     const size_t step = steps_done(run);
     return step >= run->tracer.first && step < run->tracer.end;
@@ -7337,7 +7340,7 @@ static void redirect_output(Recorder *r, size_t rank, bool quiet) {
         die_file("cannot open", "/dev/null");
 }
 
-// How many ranks load images: all of them or, under dp, the master
+// Returns how many ranks load images: all of them or, under dp, the master.
 static size_t count_loaders(const Communicator *c) {
     return c->dp ? 1 : c->world;
 }
@@ -7441,7 +7444,7 @@ static void list_kernels(char *list, size_t size, bool gpu) {
     }
 }
 
-// The word that the user chose for an option, or "(any)"
+// Returns the word that the user chose for an option, or "(any)".
 static const char *chosen_word(const char *option, int number) {
     return number == NOT_CHOSEN ? "(any)" : choice_word(option, number);
 }
@@ -7520,7 +7523,7 @@ static void print_device(const Run *run, const char *why_not) {
         printf("Emulated: CUDA code on the CPU. Results are valid; times mean nothing.\n");
 }
 
-// The number of GPUs that a run may use, or 0 and the reason why there is none
+// Returns the number of GPUs that a run may use, or 0 and the reason why there is none.
 static size_t count_gpus(const Settings *s, const char **why_not) {
     const bool is_built_in = cuda_kernels != NULL; // a weak function: see section 3
     if (s->replicas > 1)
@@ -7645,13 +7648,13 @@ static void setup_data(Run *run) {
 
 // ---- Memory: planned, printed, and only then allocated
 
-// The bytes of the images and labels, which are already in memory
+// Returns the bytes of the images and labels, which are already in memory.
 static double data_bytes(const Run *run) {
     const double images = (double)(run->train_set.count + run->test_set.count);
     return images * (double)(shape_size(run->dataset_info.shape) + 1);
 }
 
-// The bytes of this rank for a use; if on_device, only those on the device
+// Returns the bytes of this rank for a use; if on_device, only those on the device.
 static double run_bytes(const Run *run, MemoryUse use, bool on_device) {
     const MemoryPlan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan,
                                  &run->train_loader.plan, &run->test_loader.plan};
@@ -7686,7 +7689,7 @@ static void plan_loaders(Run *run, bool resident) {
                     consumer);
 }
 
-// How many numbers a test sums over all ranks
+// Returns how many numbers a test sums over all ranks.
 static size_t count_totals(const Run *run) {
     return PREDICTIONS + run->test_set.count;
 }
@@ -7823,7 +7826,7 @@ static void free_run(Run *run) {
 
 // ---- Outputs
 
-// The file that --save-model writes
+// Returns the file that --save-model writes.
 static void model_path(const Run *run, char path[PATH_SIZE]) {
     if (*run->settings.out)
         join_path(path, run->settings.out, "model.safetensors");
@@ -7857,8 +7860,8 @@ static int open_lock(const char *path, const char *checkpoint) {
     return fd;
 }
 
-// Whether an open file still has a name: another process that opens the same name gets this file.
-// If that cannot be found out, it counts as named.
+// Returns whether an open file still has a name: another process that opens the same name gets this
+// file. If that cannot be found out, it counts as named.
 static bool has_name(int fd) {
     struct stat file;
     const int error = fstat(fd, &file);
@@ -8001,12 +8004,12 @@ static void update_weights(Run *run) {
         optimizer_step(&run->net, run->optimizer_state);
 }
 
-// Whether the step has all images of a batch (FULL_STEP) or fewer (SHORT_STEP)
+// Returns whether the step has all images of a batch (FULL_STEP) or fewer (SHORT_STEP).
 static size_t step_kind(const Run *run, const Batch *batch) {
     return batch->n < run->net.max_batch ? SHORT_STEP : FULL_STEP;
 }
 
-// Whether this step is launched as a CUDA graph, which the first such step captures
+// Returns whether this step is launched as a CUDA graph, which the first such step captures.
 static bool uses_graph(const Run *run, const Batch *batch) {
     return run->settings.graph && run->graphs.kernels_loaded[step_kind(run, batch)];
 }
@@ -8038,7 +8041,7 @@ static void start_epoch(Run *run) {
         loader_start(&run->train_loader, run->settings.seed, run->epoch, run->batch_index);
 }
 
-// Whether a signal has asked this run to end
+// Returns whether a signal has asked this run to end.
 static bool end_requested(const Run *run) {
     return run->checkpointing.request >= END_REQUEST;
 }
@@ -8049,7 +8052,7 @@ static bool training_is_over(const Run *run) {
     return run->epoch > s->epochs || max_steps_done || end_requested(run);
 }
 
-// Whether to save a checkpoint at this position: at the interval, or because of a signal
+// Returns whether to save a checkpoint at this position: at the interval, or because of a signal.
 static bool is_checkpoint_due(const Run *run) {
     const Checkpointing *c = &run->checkpointing;
     const size_t unit = c->by_steps ? 1 : run->epoch_steps; // in steps
@@ -8067,7 +8070,7 @@ static void advance_position(Run *run) {
     run->batch_index = 0;
 }
 
-// Whether train() ends after this step, since the epoch or the training is over
+// Returns whether train() ends after this step, since the epoch or the training is over.
 static bool is_last_step(const Run *run) {
     return run->batch_index == 0 || run->settings.dry_run || training_is_over(run);
 }

@@ -211,7 +211,7 @@ static Threads *start_threads(size_t count) {
     return t;
 }
 
-// The threads of the calling replica, which end when it does.
+// Returns the threads of the calling replica, which end when it does.
 static pthread_key_t threads_key;
 
 static void make_threads_key(void) {
@@ -417,8 +417,8 @@ INLINE void store(real *to, vec v, size_t count) {
 typedef int16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 
-// The lowest byte of each lane. In two steps, because with AVX2 gcc 12 converts 32-bit integers to
-// bytes one at a time. Gain: cifar with 64 channels 1.03, mnist 1.01.
+// Returns the lowest byte of each lane. In two steps, because with AVX2 gcc 12 converts 32-bit
+// integers to bytes one at a time. Gain: cifar with 64 channels 1.03, mnist 1.01.
 INLINE bytes narrow(mask m) {
     return __builtin_convertvector(__builtin_convertvector(m, halves), bytes);
 }
@@ -645,7 +645,7 @@ static bool suits_winograd(const Layer *l, Shape in, Shape out) {
            out.h * out.w >= 16; // with 4 x 4, 512 channels and 32 images still 3 times as fast
 }
 
-// Elements of one map: of the pixels of a layer's input or output.
+// Returns the elements of one map: of the pixels of a layer's input or output.
 static size_t map_size(const Layer *l, Shape s) {
     return s.h * s.w * (1 + l->kernel_size * l->kernel_size);
 }
@@ -679,7 +679,7 @@ static Pass backward_pass(const Layer *l, const int32_t *maps, bool accumulate) 
     return p;
 }
 
-// Bytes of a layer's two maps: of its output pixels, then of its input pixels
+// Returns the bytes of a layer's two maps: of its output pixels, then of its input pixels.
 static size_t maps_size(const Layer *l) {
     const bool convolves = has_weight_matrix(l);
     return convolves ? (map_size(l, l->in) + map_size(l, l->out)) * sizeof(int32_t) : 0;
@@ -712,7 +712,7 @@ static void make_maps(void *maps, const Layer *l) {
             }
 }
 
-// The width, in whole vectors, of the tiles that compute the columns from `first` on
+// Returns the width, in whole vectors, of the tiles that compute the columns from `first` on.
 static size_t block_width(const Pass *p, size_t first) {
     return whole_vectors(min_size(COLUMNS, p->out.c - first));
 }
@@ -730,7 +730,7 @@ static size_t panel_depth(const Pass *p) {
     return min_size(MAX_DEPTH, WEIGHT_BYTES / (p->taps * COLUMNS * sizeof(real)));
 }
 
-// The panels, one below the other, that share columns
+// Returns how many panels, one below the other, share columns.
 static size_t depth_panels(const Pass *p) {
     return ceil_div(p->depth, panel_depth(p));
 }
@@ -804,7 +804,7 @@ static size_t packed_size(const Pass *p) {
     return p->taps * p->depth * whole_vectors(p->out.c);
 }
 
-// The pass on the data of a step, with its weights packed into the scratch memory.
+// Returns the pass on the data of a step, with its weights packed into the scratch memory.
 static Pass bind_pass(Pass p, real *output, const real *input, const real *bias, Work w) {
     p.n = w.n;
     p.input = input;
@@ -1097,8 +1097,8 @@ INLINE void transform_dweight(vec *u, size_t step) {
     evaluate_transposed(3, u, step);
 }
 
-// The offset from a point to the next in the transformed filters, which are
-// [block of COLUMNS][point][depth][block_width()]
+// Returns the offset from a point to the next in the transformed filters, which are [block of
+// COLUMNS][point][depth][block_width()].
 INLINE size_t point_step(const Pass *p, size_t width) {
     return odd_lines(p->depth * width);
 }
@@ -1178,7 +1178,7 @@ typedef struct TileBlock {
     const real *filters; // transformed, from `column` on
 } TileBlock;
 
-// The block of tiles [first, last) and columns [column, end), with v and m from `memory` on.
+// Returns the block of tiles [first, last) and columns [column, end); v and m are at `memory`.
 static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t column, size_t end,
                             real *memory) {
     TileBlock b = {.pass = p, .first = first, .tiles = last - first};
@@ -1204,7 +1204,7 @@ static TileBlock group_of_tiles(TileBlock b, size_t i) {
     return b;
 }
 
-// Elements of v and m of at most `tiles` tiles and all columns
+// Returns the elements of v and m of at most `tiles` tiles and all columns.
 static size_t tile_area(const Pass *p, size_t tiles) {
     return POINTS *
            (odd_lines(tiles * odd_lines(p->depth)) + odd_lines(tiles * odd_lines(p->out.c)));
@@ -1225,14 +1225,14 @@ INLINE TilePosition tile_position(TileBlock b, size_t t) {
     return (TilePosition){tile / across / down, tile / across % down * side, tile % across * side};
 }
 
-// The offset of a tile's first output pixel in out or dout
+// Returns the offset of a tile's first output pixel in out or dout.
 INLINE size_t tile_offset(TileBlock b, TilePosition s) {
     const Pass *p = b.pass;
     return (s.image * p->out_pixels + s.y * p->out.w + s.x) * p->out.c + b.column;
 }
 
-// Whether a tile needs no tests: it does not cross the edge of the image, and the columns of the
-// pass are whole vectors.
+// Returns whether a tile needs no tests: it does not cross the edge of the image, and the columns
+// of the pass are whole vectors.
 INLINE bool is_whole(TileBlock b, TilePosition s) {
     const Pass *p = b.pass;
     return s.y + p->tile <= p->out.h && s.x + p->tile <= p->out.w && p->out.c % LANES == 0;
@@ -1409,7 +1409,7 @@ static bool suits_columns(const Pass *p) {
     return count_tiles(p, p->n) <= CHUNK_TILES && p->out.c >= 2 * num_threads * COLUMNS;
 }
 
-// Elements of the transformed filters of a block of columns, and of its products
+// Returns the elements of the transformed filters of a block of columns, and of its products.
 static size_t column_area(const Pass *p, size_t tiles) {
     return POINTS * (point_step(p, COLUMNS) + odd_lines(tiles * odd_lines(COLUMNS)));
 }
@@ -1465,7 +1465,7 @@ static void run_pass_on_image(const Pass *p) {
         convolve_block(p, 0, 1, c, columns);
 }
 
-// Elements of scratch memory for at most n images and num_threads threads
+// Returns the elements of scratch memory for at most n images and num_threads threads.
 static size_t pass_scratch(const Pass *p, size_t n) {
     if (!p->tile)
         return packed_size(p);
@@ -1762,7 +1762,7 @@ static void winograd_gradient(const WeightGradient *g) {
     parallel(g->w.l->bias_count > 0 ? g->column_blocks : 0, bias_gradient_ith_block, g);
 }
 
-// Elements of scratch memory for as many images as in the plan, or fewer
+// Returns the elements of scratch memory for as many images as in the plan, or fewer.
 static size_t weight_gradient_scratch(const WeightGradient *g) {
     const Pass *p = &g->pass;
     if (!p->tile)
@@ -2397,7 +2397,7 @@ typedef struct ImageParts {
     size_t parts;
 } ImageParts;
 
-// The same work on the images of a range only
+// Returns the same work on the images of a range only.
 static Work work_on(Work w, Range images, RandomKey *key) {
     const size_t in = images.first * shape_size(w.l->in);
     const size_t out = images.first * shape_size(w.l->out);
@@ -2456,8 +2456,8 @@ static void fused_backward(Work w) {
 }
 
 /* As dropout_forward_naive(), for one image: 16 blocks of Philox at a time, which gcc vectorizes.
-   Each element is multiplied, whether it is kept or not: with AVX2, gcc does not vectorize a product
-   that depends on a condition. Gain: mnist 1.04. */
+   Each element is multiplied, whether it is kept or not: with AVX2, gcc does not vectorize a
+   product that depends on a condition. Gain: mnist 1.04. */
 static void dropout_ith_image(const void *context, size_t image) {
     enum { BLOCK = 8, BLOCKS = 16 };
     const Work *w = context;
@@ -2546,7 +2546,8 @@ static void bn_join_stats(real *stats, const real *sums, size_t pixels, size_t c
     bn_update_stats(stats, channels, c, mean, squares, pixels);
 }
 
-// The slice's part of the scratch memory: sums[2][channels]; the factors come after the slices.
+// Returns the slice's part of the scratch memory: sums[2][channels]; the factors come after the
+// slices.
 static real *bn_sums(Work w, size_t slice) {
     return w.scratch + slice * 2 * w.l->in.c;
 }

@@ -104,7 +104,7 @@ static size_t outputs(Work w) {
     return w.n * shape_size(w.l->out);
 }
 
-// How many GPUs there are; 0 and the reason, if none can be used.
+// Returns how many GPUs there are; 0 and the reason, if none can be used.
 static size_t device_count(const char **why_not) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
@@ -220,7 +220,7 @@ static void pinned_free(void *memory) {
 
 static thread_local bool capturing; // see capture()
 
-// The number of the GPU whose memory this is, or -1 for the host's
+// Returns the number of the GPU whose memory this is, or -1 for the host's.
 static int gpu_of(const void *memory) {
     cudaPointerAttributes a = {};
     if (cudaPointerGetAttributes(&a, memory) != cudaSuccess)
@@ -238,8 +238,9 @@ static void copy(void *to, const void *from, size_t bytes) {
         synchronize();
 }
 
-// A stream of this host thread on device `which`, for copies that overlap with the kernels there,
-// and for the additions of the all-reduce, which start before the blocks of backward that wait.
+// Returns a stream of this host thread on device `which`, for copies that overlap with the kernels
+// there, and for the additions of the all-reduce, which start before the blocks of backward that
+// wait.
 static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own[MAX_REPLICAS];
     device = (int)which;
@@ -423,7 +424,8 @@ extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double t
 
    These kernels are memory-bound: a few operations for each number that is read. */
 
-// The index of this thread's element. 32 bits suffice (see scratch_size()) and divide faster.
+// Returns the index of this thread's element. 32 bits suffice (see scratch_size()) and divide
+// faster.
 static __device__ unsigned element(void) {
     return blockIdx.x * blockDim.x + threadIdx.x;
 }
@@ -489,7 +491,7 @@ template <class T> static size_t packs(Work w) {
     return ceil_div(outputs(w), Pack<T>::N);
 }
 
-// Whether each pack of a row's output has neighboring channels of one pixel.
+// Returns whether each pack of a row's output has neighboring channels of one pixel.
 template <class T> static bool by_packs(Work w) {
     return !w.transposed && w.l->out.c % Pack<T>::N == 0;
 }
@@ -693,7 +695,8 @@ static __device__ Index unravel(unsigned i, unsigned height, unsigned width, uns
     return index_of(i, height, width, {channels, 1});
 }
 
-// The input pixel, counted over all images, that a tap of output pixel o's window reads; or -1.
+// Returns the input pixel, counted over all images, that a tap of output pixel o's window reads, or
+// -1 if it is outside of the image.
 static __device__ int input_pixel(const Window &s, const Index &o, int tap) {
     int y = o.y * s.stride + tap / s.kernel - s.padding;
     int x = o.x * s.stride + tap % s.kernel - s.padding;
@@ -701,7 +704,7 @@ static __device__ int input_pixel(const Window &s, const Index &o, int tap) {
     return inside ? (o.image * s.h + y) * s.w + x : -1;
 }
 
-// The inverse: the output pixel whose window reads input pixel p at a tap; or -1.
+// The inverse: returns the output pixel whose window reads input pixel p at a tap, or -1.
 static __device__ int output_pixel(const Window &s, const Index &p, int tap) {
     int y = p.y + s.padding - tap / s.kernel, x = p.x + s.padding - tap % s.kernel;
     bool valid = y >= 0 && x >= 0 && y % s.stride == 0 && x % s.stride == 0 &&
@@ -926,7 +929,7 @@ static void adjust_scale(LossScale *scale) {
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
    in the epoch's permutation, augment and normalize them. */
 
-// A byte of an image; black outside of it.
+// Returns a byte of an image; black outside of it.
 static __device__ real byte_at(const uint8_t *image, Shape s, int y, int x, int c) {
     bool inside = y >= 0 && x >= 0 && y < (int)s.h && x < (int)s.w;
     return inside ? image[(y * s.w + x) * s.c + c] : 0;
@@ -1255,8 +1258,8 @@ template <class T, class KIND> static void sum_pixels(Work w) {
     join_slices<KIND>(w, slice);
 }
 
-// Whether a convolution's forward stores the moments of its output, by slices of CONV_SLICE pixels,
-// for the BatchNorm that follows it. NULL: there is no convolution.
+// Returns whether a convolution's forward stores the moments of its output, by slices of CONV_SLICE
+// pixels, for the BatchNorm that follows it. NULL: there is no convolution.
 static bool stores_moments(const Layer *conv, size_t n);
 
 // For each element of the pack that begins at element i, the value of its channel
@@ -2801,13 +2804,13 @@ static size_t prepared_bytes(const Layer *l) {
     return has_weight_matrix(l) ? PASSES : 0;
 }
 
-// The elements that in_nhwc() needs for a row: its input twice, and its output
+// Returns the elements that in_nhwc() needs for a row: its input twice, and its output.
 static size_t transposed_size(const Layer *l, size_t n) {
     const size_t input = ceil_div(n * shape_size(l->in), 64) * 64;
     return has_weight_matrix(l) ? 2 * input + n * shape_size(l->out) : 0;
 }
 
-// The definition's operations: 2 for each multiply-add of forward and of each gradient
+// Returns the definition's operations: 2 for each multiply-add of forward and of each gradient.
 static double flops(Work w) {
     const double forward = 2. * (double)(w.n * w.l->weight_count * w.l->out.h * w.l->out.w);
     return has_weight_matrix(w.l) ? forward * (w.din ? 3 : 2) : 0;
@@ -2901,7 +2904,8 @@ static Kernels make_kernels(KernelsChoice choice, Precision precision) {
     return k;
 }
 
-// The i-th kernels, then NULL. Of kernels with the same choice or precision, the preferred come last.
+// Returns the i-th kernels, then NULL. Of kernels with the same choice or precision, the preferred
+// come last.
 extern "C" const Kernels *cuda_kernels(size_t i) {
     static const Kernels kernels[] = {
         make_kernels<real, conv2d_forward_naive, conv2d_backward_naive>(NAIVE, FP32),
