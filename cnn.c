@@ -5317,7 +5317,7 @@ static const Option options[] = {
     {"--lr-scaling", AS_CHOICE(lr_scaling, "none", "linear", "sqrt"), "none", MUST_MATCH,
      "multiply --lr by batch size / the model's default batch size, or by the square root of that"},
     {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", MUST_MATCH,
-     "determines all random numbers; the same seed gives the same run"},
+     "determines initial weights, order, augmentation and dropout; the same seed gives the same run"},
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", MAY_CHANGE,
      "steps between log lines"},
     {"--workers", AS_COUNT(workers, "N", 1, MAX_WORKERS), NULL, MAY_CHANGE,
