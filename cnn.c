@@ -1468,19 +1468,23 @@ static void sync_folder(const char *file) {
     close(folder);
 }
 
-static void atomic_commit(AtomicFile *f) {
-    if (!*f->path) {
-        fclose(f->stream); // what was written is discarded
-        return;
-    }
+// Writes the file to the disk and gives it its name.
+static void sync_and_rename(const AtomicFile *f) {
     if (fflush(f->stream) != 0 || ferror(f->stream) || fsync(fileno(f->stream)) != 0)
         die_file("cannot write", f->temporary);
     if (fclose(f->stream) != 0)
         die_file("cannot write", f->temporary);
     if (rename(f->temporary, f->path) != 0)
         die_file("cannot write", f->path);
-    unfinished = NULL;
     sync_folder(f->path);
+}
+
+static void atomic_commit(const AtomicFile *f) {
+    if (*f->path)
+        sync_and_rename(f);
+    else
+        fclose(f->stream); // what was written is discarded
+    unfinished = NULL;
 }
 
 // ---- Limits of the machine

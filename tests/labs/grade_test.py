@@ -298,9 +298,11 @@ def test_ended(number):
     only its user can enter its folder."""
     temporary, out = f"{MADE}/temporary{number}", f"{MADE}/grades-ended{number}"
     os.mkdir(temporary, 0o755)
-    with subprocess.Popen([os.path.join(REPO, "labs", "grade"), "--lab", "0", "--out", out, "--starter",
-                           f"{MADE}/starter", "--again", "0", "--isolation", KIND, f"{MADE}/given/anna",
-                           f"{MADE}/given/chen_report"], stdout=subprocess.PIPE, text=True,
+    # env: nohup has SIGHUP ignored, and the grader leaves it so
+    command = ["env", f"--default-signal={signal.Signals(number).name}", os.path.join(REPO, "labs", "grade"), "--lab",
+               "0", "--out", out, "--starter", f"{MADE}/starter", "--again", "0", "--isolation", KIND,
+               f"{MADE}/given/anna", f"{MADE}/given/chen_report"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
                           env=dict(os.environ, CC=f"{MADE}/bin/gcc", TMPDIR=temporary)) as grader:
         said = [grader.stdout.readline(), grader.stdout.readline()]
         modes = [oct(entry.stat().st_mode & 0o7007) for entry in os.scandir(temporary)
