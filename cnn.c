@@ -32,8 +32,8 @@
      15 train(), test(), main()
 
    A section builds on the sections before it. Four names are declared before they are defined:
-     LossScale            used in section 1, defined in section 3
-     die()                used in section 2, defined in section 3
+     LossScale            used in section 2, defined in section 3
+     die()                used in section 2, by students' stubs; defined in section 3
      naive_kernels        used in section 4, defined in section 7
      cpu_peak_gflops()    used in section 7, defined in cnn_kernels.c
    Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its images, run it on
@@ -207,7 +207,7 @@ static inline HOST_DEVICE size_t position_of(RandomKey key, size_t image) {
      DRAW_SYNTHETIC   wave of a class's glyph           class       0
                       0: distractor, 1: glyph           image       1
                       first of 16 elements, for noise   image       2
-     DRAW_AUGMENT     0, or 1 + element of the field    position    epoch
+     DRAW_AUGMENT     0, or 1 + element of both fields  position    epoch
      DRAW_DROPOUT+row element / 8                       position    epoch */
 static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t c1, uint32_t c2,
                                           uint32_t c3, uint64_t seed) {
@@ -315,14 +315,14 @@ static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
 // once for four terms, which are added in the order of i.
 static void add_products(real *restrict out, const real *restrict in, const real *restrict weight,
                          size_t terms, size_t count) {
-    const size_t in_fours = terms / 4 * 4;
-    for (size_t i = 0; i < in_fours; i += 4) {
+    const size_t terms_in_fours = terms / 4 * 4;
+    for (size_t i = 0; i < terms_in_fours; i += 4) {
         const real *w0 = weight + i * count, *w1 = w0 + count, *w2 = w1 + count, *w3 = w2 + count;
         for (size_t k = 0; k < count; k++)
             out[k] =
                 out[k] + in[i] * w0[k] + in[i + 1] * w1[k] + in[i + 2] * w2[k] + in[i + 3] * w3[k];
     }
-    for (size_t i = in_fours; i < terms; i++)
+    for (size_t i = terms_in_fours; i < terms; i++)
         for (size_t k = 0; k < count; k++)
             out[k] += in[i] * weight[i * count + k];
 }
@@ -978,11 +978,13 @@ enum { CLOCK_MARKS = 64, MAX_BUCKETS = 64 };
 enum {
     // one for each bucket of gradients (section 10)
     BUCKET_MARKS = CLOCK_MARKS,
-    // with --layers and --trace, four for each row: where its forward pass begins and ends, and
-    // where its backward pass does. zero_grad_row() counts as a row.
+    // with --layers and --trace, for each row: where its forward pass begins and ends, and where
+    // its backward pass does. zero_grad_row() counts as a row.
+    MARKS_PER_PASS = 2,
+    MARKS_PER_ROW = 2 * MARKS_PER_PASS,
     ROW_MARKS = BUCKET_MARKS + MAX_BUCKETS,
     // the start of a trace
-    START_MARK = ROW_MARKS + 4 * (MAX_LAYERS + 1),
+    START_MARK = ROW_MARKS + MARKS_PER_ROW * (MAX_LAYERS + 1),
     MARKS // the number of marks
 };
 
@@ -990,7 +992,7 @@ typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
 
 // The marks where a pass of a row begins and where it ends
 static inline size_t begin_mark(size_t row, RowPass pass) {
-    return ROW_MARKS + 4 * row + 2 * pass;
+    return ROW_MARKS + MARKS_PER_ROW * row + MARKS_PER_PASS * pass;
 }
 
 static inline size_t end_mark(size_t row, RowPass pass) {
@@ -1404,7 +1406,7 @@ static FILE *open_existing(const char *path) {
     return f;
 }
 
-// Locks an open file or folder until the program ends. A run that has just been ended may still be
+// Locks an open file or folder until the program ends. A run that was just killed may still be
 // saving, so this waits for up to 5 seconds. Returns false if another run keeps the lock.
 static bool lock_for_this_run(int fd) {
     for (int tries = 0; tries < 50; tries++) {
@@ -1523,17 +1525,32 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
     line[strcspn(line, "\n")] = 0;
 }
 
-// Returns the memory, in bytes, that this process's cgroup (version 2) allows. `cgroup_file` has
-// the format of /proc/self/cgroup: a line "0::GROUP", whose limit is in ROOT/GROUP/memory.max.
+// Returns the number of bytes in a file memory.max, or INFINITY.
+static double read_limit(const char *path) {
+    char line[PATH_SIZE];
+    double limit = INFINITY; // sscanf() leaves it so if the line is "max", or missing
+    find_line(line, path, "");
+    sscanf(line, "%lf", &limit);
+    return limit;
+}
+
+// Returns the memory, in bytes, that this process's cgroup (version 2) and the groups above it
+// allow: the smallest limit. `cgroup_file` has the format of /proc/self/cgroup: a line "0::GROUP",
+// and the group's limit is in ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *cgroup_file, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
-    double limit = INFINITY; // sscanf() leaves it so if the line is "max", or missing
+    double limit = INFINITY;
     find_line(line, cgroup_file, "0::");
     if (!*line)
         return INFINITY;
-    snprintf(path, sizeof path, "%s%s/memory.max", root, line + strlen("0::"));
-    find_line(line, path, "");
-    sscanf(line, "%lf", &limit);
+    char *const group = line + strlen("0::");
+    char *end = group + strlen(group);
+    while (end) {
+        *end = 0;
+        snprintf(path, sizeof path, "%s%s/memory.max", root, group);
+        limit = fmin(limit, read_limit(path));
+        end = strrchr(group, '/'); // the group above it
+    }
     return limit;
 }
 
@@ -1644,8 +1661,8 @@ typedef struct RowPlan {
     size_t computed_by; // the row whose kernels compute this one
     RowMode mode;
     Fusion fused;    // what the kernels of this row compute as well
-    size_t residual; // the row that an add, fused or not, adds; 0: none, or the images, which have
-                     // no gradient
+    size_t residual; // the second operand of an add, fused or not. 0 means that there is none, or
+                     // that it is the images: neither needs a gradient.
     bool shares_gradient;   // the residual's gradient is kept in the memory of the sum's gradient
     size_t output, doutput; // offsets into activations and dactivations, in bytes
     size_t stats;           // batchnorm2d: offset into stats, see the block on BatchNorm
@@ -1696,16 +1713,17 @@ typedef struct Net {
     double *flops;   // if not NULL, backward stores here what each row executes
 } Net;
 
-/* Properties of each kind. A row whose kind has needs_out set may not be overwritten in place,
-   because its backward reads its output. ReLU's backward only reads which outputs are positive: a
+/* Properties of each kind. needs_out: no later row may overwrite the output, because the kind's
+   backward reads it. A ReLU does without, although its backward reads which outputs are positive: a
    dropout in place may set such an element to zero, but then its gradient is also zero. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
-    // The minimum number of times that forward and backward together read or write each element of
-    // an array or of its gradient. The comments at the rows name these arrays, first the forward
-    // pass's. For a conv2d, in, weight, din and dweight are accessed 3 times in all, and so are out
-    // and dout. A byte of a mask counts as a quarter of an element.
+    // For --layers: how many accesses a row needs at least. An access reads or writes every element
+    // of an array, or of its gradient, once; the comments at the rows name the arrays of forward
+    // and of backward. For a conv2d, forward reads in and weight and writes out; backward reads in
+    // and dout for dweight, then weight and dout for din. The input and the weights count together,
+    // as one array. A mask has one byte for each element, so an access to it counts as a quarter.
     double in_accesses;  // of the input and the weights
     double out_accesses; // of the output, and of the input where it has the same shape
     bool saves;          // a byte for each output: an argmax or a mask
@@ -1901,7 +1919,7 @@ static size_t global_avgpool2d(Net *net, size_t x) {
 // ---- Fusion
 
 // Returns how often a layer reads a row: x + x reads x twice.
-static size_t reads_of(const Layer *l, size_t row) {
+static size_t count_reads_by(const Layer *l, size_t row) {
     size_t reads = 0;
     if (l->input == row)
         reads++;
@@ -1914,7 +1932,7 @@ static size_t reads_of(const Layer *l, size_t row) {
 static size_t count_reads(const Net *net, size_t row) {
     size_t count = 0;
     for (size_t i = row + 1; i < net->layer_count; i++)
-        count += reads_of(&net->layers[i], row);
+        count += count_reads_by(&net->layers[i], row);
     return count;
 }
 
@@ -2010,7 +2028,7 @@ static void plan_fusion(Net *net) {
 // ---- Memory of the gradients
 
 // Returns whether the kernels of a row read what the kernels of the row `writer` have written.
-static bool reads_row_of(const Net *net, size_t row, size_t writer) {
+static bool kernels_read_output_of(const Net *net, size_t row, size_t writer) {
     const RowPlan *plans = net->row_plans;
     const size_t input_writer = plans[net->layers[row].input].computed_by;
     const size_t residual_writer = plans[plans[row].residual].computed_by;
@@ -2039,7 +2057,7 @@ static bool may_share_gradient(const Net *net, size_t row) {
     if (plans[net->layers[row].input].computed_by == writer)
         return false; // row reads it, too, and would write its gradient over the sum's
     for (size_t i = row + 1; i < net->layer_count; i++)
-        if (reads_row_of(net, i, writer))
+        if (kernels_read_output_of(net, i, writer))
             return false;
     return true;
 }
@@ -2108,7 +2126,7 @@ static GradientBlock gradient_block_of(const Net *net, size_t row, const size_t 
     for (size_t i = 1; i < net->layer_count; i++) {
         if (same_memory_as[i] == row)
             block.last_used = min_size(block.last_used, i);
-        if (reads_of(&net->layers[i], row) > 0)
+        if (count_reads_by(&net->layers[i], row) > 0)
             block.first_written = max_size(block.first_written, i);
     }
     return block;
@@ -2530,7 +2548,7 @@ typedef struct Model {
     const char *datasets; // --dataset auto: the first of these that is found
     // the data set that synthetic images imitate in shape, classes and counts
     const char *synthetic_like;
-    const char *defaults; // options that differ from the table in section 12
+    const char *defaults; // options that differ from the table in section 12, or NULL
     // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
     bool normalize_to_plus_minus_one;
     bool logs_throughput; // log lines with images per second, as in the tutorial "Deep Learning at
@@ -2656,21 +2674,23 @@ static size_t zero_grad_row(const Net *net) {
     return net->layer_count;
 }
 
+enum { ROW_LABEL_SIZE = 48 };
+
 // name = the layer's name and the pass, for example "conv1 forward"
-static void row_label(const Net *net, size_t row, RowPass pass, char name[48]) {
+static void row_label(const Net *net, size_t row, RowPass pass, char name[ROW_LABEL_SIZE]) {
     if (row == zero_grad_row(net)) {
-        snprintf(name, 48, "zero_grad");
+        snprintf(name, ROW_LABEL_SIZE, "zero_grad");
         return;
     }
     const Layer *l = &net->layers[row];
     const char *layer = *l->name ? l->name : kinds[l->kind].name;
     const char *pass_name = pass == BACKWARD_PASS ? "backward" : "forward";
-    snprintf(name, 48, "%.30s %s", layer, pass_name);
+    snprintf(name, ROW_LABEL_SIZE, "%.30s %s", layer, pass_name);
 }
 
 // # PROF  Marks where a pass of a row begins, and names it for Nsight.
 static void begin_row(const Net *net, size_t row, RowPass pass) {
-    char name[48];
+    char name[ROW_LABEL_SIZE];
     if (net->marks_rows)
         net->device->mark(begin_mark(row, pass));
     if (net->names_rows) {
@@ -3213,7 +3233,7 @@ static void data_close(DataFile *f) {
     }
     const int status = pclose(f->stream);
     if (WIFSIGNALED(status)) // for example by Ctrl-C, which the terminal sends to both programs
-        die(1, "%s: gzip was ended by signal %d", f->path, WTERMSIG(status));
+        die(1, "%s: gzip was killed by signal %d", f->path, WTERMSIG(status));
     if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
         die(1, "%s: gzip is not installed; install it or run: gunzip -k %s", f->path, f->path);
     if (status != 0)
@@ -4060,8 +4080,8 @@ static void loader_free(Loader *loader) {
    together the shares are that batch, the random numbers of an image depend only on its position
    in the epoch, and the loss is the mean over the whole batch. (If N does not divide the data,
    ddp's last batch repeats some images, as PyTorch's does.) BatchNorm alone sees only a rank's
-   share; rank 0's running statistics are kept. Sums are added in a fixed order, around the ring
-   or, under dp, by rank: the same N gives the same bits. */
+   share; rank 0's running statistics are kept. A sum adds its terms in a fixed order, around the
+   ring or, under dp, by rank: the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
@@ -4234,8 +4254,8 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
-// Waits for a change of the team, at most wait_interval seconds. Returns true if there was none.
-static bool wait_for_team(Team *t) {
+// Waits for a change of the team, at most wait_interval seconds. Returns whether there was none.
+static bool team_wait_timed_out(Team *t) {
     const double end = now() + wait_interval;
     const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
     return pthread_cond_timedwait(&t->changed, &t->lock, &until) == ETIMEDOUT;
@@ -4254,7 +4274,7 @@ static void team_barrier(Communicator *c) {
     pthread_cond_broadcast(&t->changed);
     for (size_t r = 0; r < c->world; r++)
         while (t->arrivals[r] < number) {
-            const bool timed_out = wait_for_team(t);
+            const bool timed_out = team_wait_timed_out(t);
             if (timed_out)
                 waited += wait_interval;
             if (waited > c->settings->timeout)
@@ -4448,7 +4468,8 @@ static void plan_buckets(Communicator *c) {
 
 // ---- dp
 
-// to = from or, if add, to += from, where one of the two belongs to another rank
+// to = from or, if add, to += from. Counts every copy as communication, also the master's of its
+// own images and outputs.
 static void dp_receive(Communicator *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
     c->net->device->receive(c->device_number, to, from, count, add, c->buffer);
@@ -4758,8 +4779,8 @@ static Tensor *append_tensor(TensorList *list, Tensor t) {
 
 // Appends a tensor of layer l, whose values are at `values` + offset. If `values` is NULL, they are
 // not needed.
-static Tensor *add_tensor(TensorList *list, const char *prefix, const Layer *l, const char *what,
-                          real *values, size_t offset, size_t count) {
+static Tensor *append_layer_tensor(TensorList *list, const char *prefix, const Layer *l,
+                                   const char *what, real *values, size_t offset, size_t count) {
     Tensor *t = append_tensor(list, (Tensor){.count = count, .bytes = count * sizeof(real)});
     t->dtype = sizeof(real) == 4 ? "F32" : "F64";
     t->values = values ? values + offset : NULL;
@@ -4781,29 +4802,29 @@ static void describe_filters(const Net *net, const Layer *l, Tensor *t) {
     }
 }
 
-// Lists the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
+// Appends the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
 static void append_parameters(TensorList *list, const Net *net, const char *prefix, real *params) {
     for (const Layer *l = net->layers; l < net->layers + net->layer_count; l++) {
         if (l->weight_count) {
-            Tensor *weight =
-                add_tensor(list, prefix, l, "weight", params, l->weight_offset, l->weight_count);
+            Tensor *weight = append_layer_tensor(list, prefix, l, "weight", params,
+                                                 l->weight_offset, l->weight_count);
             describe_filters(net, l, weight);
         }
         if (l->bias_count)
-            add_tensor(list, prefix, l, "bias", params, l->bias_offset, l->bias_count);
+            append_layer_tensor(list, prefix, l, "bias", params, l->bias_offset, l->bias_count);
     }
 }
 
-// Lists BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn only once.
-static void list_statistics(TensorList *list, Net *net) {
+// Appends BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn only once.
+static void append_statistics(TensorList *list, Net *net) {
     for (size_t i = 0; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
         if (l->kind != BATCHNORM2D)
             continue;
         real *stats = net->stats + net->row_plans[i].stats;
-        add_tensor(list, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
-        Tensor *variance =
-            add_tensor(list, "", l, "running_var", stats, RUNNING_VARIANCE * l->out.c, l->out.c);
+        append_layer_tensor(list, "", l, "running_mean", stats, RUNNING_MEAN * l->out.c, l->out.c);
+        Tensor *variance = append_layer_tensor(list, "", l, "running_var", stats,
+                                               RUNNING_VARIANCE * l->out.c, l->out.c);
         variance->not_negative = true;
         Tensor batches = {.dtype = "I64", .bytes = 8, .counter = &net->batches_tracked};
         snprintf(batches.name, sizeof batches.name, "%s.num_batches_tracked", l->name);
@@ -4811,10 +4832,10 @@ static void list_statistics(TensorList *list, Net *net) {
     }
 }
 
-// Lists array i of an optimizer's state. If `values` is NULL, a file may have the array, but its
+// Appends array i of an optimizer's state. If `values` is NULL, a file may have the array, but its
 // values are not needed.
-static void list_state(TensorList *list, const Net *net, const Optimizer *o, size_t i,
-                       real *values) {
+static void append_state(TensorList *list, const Net *net, const Optimizer *o, size_t i,
+                         real *values) {
     const size_t first = list->count;
     char prefix[64];
     snprintf(prefix, sizeof prefix, "optimizer.%s.", o->states[i]);
@@ -4832,23 +4853,23 @@ static TensorList list_tensors(Net *net) {
     const size_t bytes = per_row * net->layer_count * sizeof(Tensor);
     TensorList list = {.tensors = must_alloc(bytes, "the list of tensors")};
     append_parameters(&list, net, "", net->params);
-    list_statistics(&list, net);
+    append_statistics(&list, net);
     return list;
 }
 
-// Lists the arrays that an optimizer has with these settings, each of param_size numbers, the first
-// one at `state`.
-static void list_optimizer(TensorList *list, const Net *net, const Optimizer *o, real *state) {
+// Appends the arrays that an optimizer has with these settings, each of param_size numbers. The
+// first one is at `state`.
+static void append_optimizer(TensorList *list, const Net *net, const Optimizer *o, real *state) {
     for (size_t i = 0; i < count_states(o, net->settings); i++)
-        list_state(list, net, o, i, state + i * net->param_size);
+        append_state(list, net, o, i, state + i * net->param_size);
 }
 
-// Lists the state of every optimizer, without its values: a checkpoint that is read for its weights
-// may have any.
-static void list_ignored_state(TensorList *list, const Net *net) {
+// Appends the state of every optimizer, without its values: a checkpoint that is read for its
+// weights may have any.
+static void append_ignored_state(TensorList *list, const Net *net) {
     for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
         for (size_t i = 0; i < o->state_count; i++)
-            list_state(list, net, o, i, NULL);
+            append_state(list, net, o, i, NULL);
 }
 
 // For qsort(): the order of the safetensors library, the integers first, then by name
@@ -4921,18 +4942,22 @@ static const void *file_values(Net *net, const Tensor *t) {
     return net->staging[1];
 }
 
-// Places the tensors one after the other in the file, and returns the checksum of the metadata and
-// of their values. Dies if a value is not finite.
-static uint64_t place_and_hash(Net *net, TensorList *list, const char *metadata, const char *path) {
-    uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
+// Places the tensors one after the other in the file.
+static void place_tensors(TensorList *list) {
     size_t end = 0;
-    for (Tensor *t = list->tensors; t < list->tensors + list->count; t++) {
+    for (Tensor *t = list->tensors; t < list->tensors + list->count; t++)
+        t->offset = reserve(&end, t->bytes);
+}
+
+// Returns the checksum of the metadata and of the tensors' values. Dies if a value is not finite.
+static uint64_t checksum_of(Net *net, const TensorList *list, const char *metadata,
+                            const char *path) {
+    uint64_t checksum = hash_bytes(HASH_START, metadata, strlen(metadata));
+    for (const Tensor *t = list->tensors; t < list->tensors + list->count; t++) {
         const void *values = file_values(net, t);
         if (t->values && !all_finite(values, t->count, FP32))
             die(1, "%s: not written, since %s is not finite; try a smaller --lr", path, t->name);
         checksum = hash_bytes(checksum, values, t->bytes);
-        t->offset = end;
-        end += t->bytes;
     }
     return checksum;
 }
@@ -4945,9 +4970,10 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
     char with_checksum[METADATA_SIZE + 64];
     TensorList list = list_tensors(net);
     if (optimizer)
-        list_optimizer(&list, net, optimizer, state);
+        append_optimizer(&list, net, optimizer, state);
     qsort(list.tensors, list.count, sizeof *list.tensors, compare_names);
-    const uint64_t checksum = place_and_hash(net, &list, metadata, path);
+    place_tensors(&list);
+    const uint64_t checksum = checksum_of(net, &list, metadata, path);
     snprintf(with_checksum, sizeof with_checksum, "%s" CHECKSUM_FORMAT, metadata,
              (unsigned long long)checksum);
     char *header = make_header(&list, with_checksum);
@@ -5190,9 +5216,9 @@ static void check_checksum(const TensorFile *f) {
 static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, real *state) {
     TensorList list = list_tensors(net);
     if (optimizer)
-        list_optimizer(&list, net, optimizer, state);
+        append_optimizer(&list, net, optimizer, state);
     else
-        list_ignored_state(&list, net);
+        append_ignored_state(&list, net);
     f->checksum = hash_bytes(HASH_START, f->metadata, covered_metadata(f));
     net->batches_tracked = 0;
     locate_tensors(f, list.tensors, list.count);
@@ -5321,7 +5347,7 @@ static const Option options[] = {
     {"--lr-scaling", AS_CHOICE(lr_scaling, "none", "linear", "sqrt"), "none", MUST_MATCH,
      "multiply --lr by batch size / the model's default batch size, or by the square root of that"},
     {"--seed", AS_COUNT(seed, "S", 0, 9007199254740991.), "1", MUST_MATCH,
-     "determines initial weights, order, augmentation and dropout; the same seed gives the same run"},
+     "determines weights, order, augmentation and dropout; the same seed gives the same run"},
     {"--log-interval", AS_COUNT(log_interval, "N", 1, UINT32_MAX), "10", MAY_CHANGE,
      "steps between log lines"},
     {"--workers", AS_COUNT(workers, "N", 1, MAX_WORKERS), NULL, MAY_CHANGE,
@@ -5465,7 +5491,7 @@ static void print_help(void) {
     printf("  %-28soptions from a file, where # begins a comment\n", "@FILE");
     printf("  %-28sthis text\n\ndefaults of the models:\n", "--help");
     for (size_t i = 0; i < LENGTH(models); i++)
-        if (*models[i].defaults)
+        if (models[i].defaults)
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
@@ -5557,13 +5583,13 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, text);
 }
 
-// Sets the table's defaults, then a model's defaults.
+// Sets the table's defaults, then a model's unless that is NULL.
 static void parse_defaults(Settings *s, const char *model_defaults) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     for (const Option *o = options; o < options + OPTIONS; o++)
         if (o->default_value)
             set_option(s, o, o->default_value);
-    strcpy(argument_text, model_defaults);
+    snprintf(argument_text, sizeof argument_text, "%s", model_defaults ? model_defaults : "");
     argument_text_used = strlen(argument_text) + 1;
     parse_text(s, argument_text);
 }
@@ -5593,7 +5619,7 @@ static size_t parse_options(Settings *s, int argc, char **argv) {
             flush(stdout, "standard output");
             exit(0);
         }
-    parse_defaults(s, "");
+    parse_defaults(s, NULL);
     parse_command_line(s, argc, argv); // finds the model
     parse_defaults(s, find_model(s->model)->defaults);
     const size_t default_batch_size = s->batch_size;
@@ -5610,7 +5636,7 @@ static void format_number(char *text, size_t size, double number) {
     }
 }
 
-// Word number `number`, which is not NOT_CHOSEN, of an option's words
+// Returns the word of an option that has this number, which must not be NOT_CHOSEN.
 static const char *choice_word(const char *option, int number) {
     return find_option(option)->values[number];
 }
@@ -5691,8 +5717,9 @@ static int take_request(void) {
 
 // ---- The state of a run
 
-// The phases of a step, in the order of steps.csv. PHASE_EXPOSED_COMM is the time that a rank waits
-// for PHASE_COMM. The phases other than PHASE_COMM, which overlaps them, add up to the step's time.
+// The phases of a step, in the order of steps.csv. PHASE_COMM is all communication, most of which
+// overlaps the backward pass. PHASE_EXPOSED_COMM is what does not overlap: the time for which the
+// rank waits. So a step's time is the sum of all phases but PHASE_COMM.
 enum {
     PHASE_LOAD,
     PHASE_COPY,
@@ -5708,6 +5735,7 @@ enum {
 typedef struct StepResult {
     size_t epoch, step, images;
     int request; // of a signal, noted in this step, or 0; see Signals above
+    bool warmup; // one of the first steps of this process, which load code and fill caches
     double loss, lr;
     double phases[PHASES]; // in seconds
     double correct;        // how many of the images are classified correctly
@@ -5718,7 +5746,7 @@ typedef struct StepResult {
 typedef struct EpochResult {
     size_t epoch, images;
     size_t images_resumed; // of these, images that an earlier run saw
-    size_t images_logged;  // of these, images before the last log line
+    size_t images_logged;  // of these, images that the last log line has counted
     size_t step_images;    // images of the last step, on all ranks
     double step_loss;      // its loss, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
@@ -5790,6 +5818,7 @@ typedef struct Recorder {
     StepResult *all_steps; // [rank][steps_capacity]: steps that are not yet in steps.csv
     StepResult *steps;     // this rank's row of all_steps
     size_t buffered_steps, steps_capacity; // of each rank
+    size_t first_step;                     // the step of the run with which this process began
     FILE *steps_csv, *epochs_csv;
     FILE *results; // receives what is printed even with --quiet: epochs, and what was asked for
 } Recorder;
@@ -5821,8 +5850,9 @@ typedef struct Run {
     size_t epoch_images;     // that this rank's loader loads in an epoch
     size_t batch_per_device; // the largest number of images in a step on this device
     size_t epoch_steps;
-    // The position, and the sums of the running epoch. Messages and steps.csv count the steps of an
-    // epoch from 1; --trace-steps and the trace count the steps of the run from 0.
+    // The position, and the sums of the running epoch. Error messages and steps.csv count the steps
+    // of an epoch from 1. The log lines count them from 0, as PyTorch's examples do; so do
+    // --trace-steps and the trace, but for the whole run.
     size_t epoch;       // from 1
     size_t batch_index; // the next batch of the epoch, from 0
     EpochResult epoch_result;
@@ -5846,7 +5876,7 @@ static size_t steps_done(const Run *run) {
    What a run measures: the time of each line of train() and of each layer, a trace, the resources
    used, and the run folder, which plots, labs and graders read. One function does more: the ranks
    also exchange requests from signals, and learn of gradients that are not finite, when
-   flush_steps() gathers their measurements. */
+   exchange_steps() gathers their measurements. */
 
 // ---- Records
 
@@ -6175,8 +6205,6 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
                  e->lr, hash);
 }
 
-enum { WARMUP_STEPS = 3 }; // the first steps load code and fill caches
-
 #define STEP_ROW                                                                         \
     "epoch=%zu step=%zu rank=%zu images=%zu loss=%.9g lr=%.9g seconds=%.6f load_s=%.6f " \
     "copy_s=%.6f forward_s=%.6f backward_s=%.6f optimizer_s=%.6f comm_s=%.6f "           \
@@ -6187,11 +6215,10 @@ static void print_step(FILE *csv, const StepResult *s, size_t rank) {
     const double *p = s->phases;
     const double seconds = p[PHASE_LOAD] + p[PHASE_COPY] + p[PHASE_FORWARD] + p[PHASE_BACKWARD] +
                            p[PHASE_OPTIMIZER] + p[PHASE_EXPOSED_COMM] + p[PHASE_OTHER];
-    const size_t warmup = s->epoch == 1 && s->step <= WARMUP_STEPS ? 1 : 0;
     print_record(csv, CSV, STEP_ROW, s->epoch, s->step, rank, s->images, s->loss, s->lr, seconds,
                  p[PHASE_LOAD], p[PHASE_COPY], p[PHASE_FORWARD], p[PHASE_BACKWARD],
                  p[PHASE_OPTIMIZER], p[PHASE_COMM], p[PHASE_EXPOSED_COMM], p[PHASE_OTHER],
-                 s->bytes_sent, warmup);
+                 s->bytes_sent, (size_t)s->warmup);
 }
 
 // Opens a new file of the run folder. Without --out, what is written to it is discarded.
@@ -6319,18 +6346,18 @@ static void write_run_json(const Run *run) {
     atomic_commit(&file);
 }
 
-static Run *run_to_fail; // the run that mark_as_failed() marks
+static Run *marked_run; // the run that mark_as_failed() marks
 
 // A rank that dies marks the run folder without waiting for the others.
 static void mark_as_failed(void) {
-    run_to_fail->recorder.status = FAILED;
-    write_run_json(run_to_fail);
+    marked_run->recorder.status = FAILED;
+    write_run_json(marked_run);
 }
 
 // Writes run.json with the status "running", which an error will change to "failed".
 static void begin_run_json(Run *run) {
     write_run_json(run);
-    run_to_fail = run;
+    marked_run = run;
     before_dying = mark_as_failed;
 }
 
@@ -6509,7 +6536,7 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
    epoch's sums and to steps.csv, and gathers their requests. Ends the run if a gradient was not
    finite. AT() has directed the time of the running line of train() to a step of the buffer that
    this empties; clock_charge() redirects it to the first step of the next interval. */
-static void flush_steps(Run *run, EpochResult *e) {
+static void exchange_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_read_times(&run->clock, 0);
     check_gpu_gradients(run);
@@ -6560,6 +6587,8 @@ static bool at_log_interval(const Run *run) {
     return run->batch_index % run->settings.log_interval == 0;
 }
 
+enum { WARMUP_STEPS = 3 };
+
 // Appends the result of a step to the buffer for steps.csv.
 static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, BatchLoss loss,
                         int request) {
@@ -6574,6 +6603,7 @@ static void buffer_step(Run *run, const EpochResult *e, const Batch *batch, Batc
     s->phases[PHASE_COMM] = run->comm.seconds;
     s->bytes_sent = run->comm.bytes_sent;
     s->request = request;
+    s->warmup = steps_done(run) < run->recorder.first_step + WARMUP_STEPS;
     run->comm.seconds = 0;
     run->comm.bytes_sent = 0;
 }
@@ -6592,9 +6622,10 @@ static void report_progress(Run *run, EpochResult *e) {
 static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss loss) {
     const int request = take_request();
     const bool due = at_log_interval(run), alone = run->comm.world == 1;
+    const bool must_exchange = due || (request && alone);
     buffer_step(run, e, batch, loss, request);
-    if (due || (request && alone))
-        flush_steps(run, e);
+    if (must_exchange)
+        exchange_steps(run, e);
     if (due && run->comm.rank == 0 && !run->settings.quiet)
         report_progress(run, e);
 }
@@ -6613,7 +6644,7 @@ static void print_phases(const EpochResult *e, size_t world) {
 
 // After an epoch of training: writes the rows that are left, and prints averages over the ranks.
 static void finish_epoch(Run *run, EpochResult *e) {
-    flush_steps(run, e);
+    exchange_steps(run, e);
     e->lr = run->lr;
     if (run->comm.rank > 0)
         return;
@@ -6713,7 +6744,7 @@ static void trace_row(const Run *run, size_t row, RowPass pass) {
     const Device *d = run->device;
     const double begin = d->elapsed(START_MARK, begin_mark(row, pass));
     const double end = d->elapsed(START_MARK, end_mark(row, pass));
-    char name[48];
+    char name[ROW_LABEL_SIZE];
     row_label(&run->net, row, pass, name);
     trace_event(run->comm.rank, TRACK_DEVICE, name, run->tracer.start + begin,
                 run->tracer.start + end);
@@ -6723,7 +6754,7 @@ static void trace_row(const Run *run, size_t row, RowPass pass) {
 // after the last one.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
-    char name[48];
+    char name[ROW_LABEL_SIZE];
     if (!run->tracer.traced)
         return;
     for (size_t row = 1; row < net->layer_count; row++)
@@ -7136,7 +7167,7 @@ static void sync_log(FILE *csv, const char *name) {
 // A collective call. The logs that a checkpoint relies on are synced first.
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
-    flush_steps(run, &run->epoch_result);
+    exchange_steps(run, &run->epoch_result);
     if (run->checkpointing.request == SAVE_REQUEST)
         run->checkpointing.request = 0;
     if (run->comm.rank > 0 || !*run->settings.checkpoint || run->settings.dry_run)
@@ -7416,11 +7447,11 @@ static void setup_settings(Run *run, int argc, char **argv) {
 
 // ---- Devices and kernels
 
-// Makes the calling thread compute for this rank. Divides the device's memory among the ranks that
-// share it.
+// Makes the calling thread compute for this rank. Divides the device's memory among the ranks of
+// this process that share it.
 static void use_device(Run *run) {
     const Communicator *c = &run->comm;
-    size_t ranks_per_device = c->replicas; // of this process, on a CPU
+    size_t ranks_per_device = c->replicas; // on a CPU
     if (run->device->is_gpu)
         ranks_per_device = ceil_div(c->replicas, run->devices);
     run->device->use(c->replica, c->device_number, die);
@@ -7635,7 +7666,7 @@ static void setup_data(Run *run) {
     char where[PATH_SIZE] = "./data, the folder data beside ./cnn, or /usr/share/datasets";
     char names[128], *rest;
     snprintf(names, sizeof names, "%s", automatic ? run->model->datasets : s->dataset);
-    const char *name = strtok_r(names, " ", &rest);
+    const char *name = strtok_r(names, " ", &rest); // which ends `names` after the first one
     while (name) {
         const bool loaded = try_dataset(run, name);
         if (loaded)
@@ -7647,15 +7678,17 @@ static void setup_data(Run *run) {
     die(1,
         "%s: expected %s (or .gz), found none in %s; run: data/get_data.sh %s, or use "
         "--dataset synthetic",
-        s->dataset, find_dataset_info(s->dataset)->files[0][0], where, s->dataset);
+        names, find_dataset_info(names)->files[0][0], where, names);
 }
 
 // ---- Memory: planned, printed, and only then allocated
 
-// Returns the bytes of the images and labels, which are already in memory.
+// Returns this rank's share of the bytes of the images and labels, which are already in memory. The
+// replicas of a process share them.
 static double data_bytes(const Run *run) {
     const double images = (double)(run->train_set.count + run->test_set.count);
-    return images * (double)(shape_size(run->dataset_info.shape) + 1);
+    const double bytes = images * (double)(shape_size(run->dataset_info.shape) + 1);
+    return bytes / (double)run->comm.replicas;
 }
 
 // Returns the bytes of this rank for a use; if on_device, only those on the device.
@@ -7953,8 +7986,19 @@ static const char *who_adds_gradients(const Communicator *c) {
     return "a ring of MPI processes";
 }
 
+static void print_locations(const Run *run, const Location *locations) {
+    const Communicator *c = &run->comm;
+    for (size_t r = 0; r < c->world; r++) {
+        const DeviceInfo *d = &locations[r].device;
+        const char *separator = *d->uuid ? ", " : "";
+        printf("Rank %zu: %s, %s%s%s\n", r, locations[r].host, d->name, separator, d->uuid);
+    }
+    printf("Gradients: %s, added up by %s\n",
+           choice_word("--parallel", (int)run->settings.parallel), who_adds_gradients(c));
+}
+
 // A collective call: rank 0 prints the device of each rank, and ends the run if two share a GPU.
-static void print_ranks(Run *run) {
+static void check_and_print_ranks(Run *run) {
     Communicator *c = &run->comm;
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
     if (c->world == 1)
@@ -7966,15 +8010,8 @@ static void print_ranks(Run *run) {
     all_gather(c, locations, sizeof *locations);
     if (!c->team && !c->settings->oversubscribe && *run->device_info.uuid)
         check_shared_gpus(locations, c->world);
-    if (c->rank == 0) {
-        for (size_t r = 0; r < c->world; r++) {
-            const DeviceInfo *d = &locations[r].device;
-            const char *separator = *d->uuid ? ", " : "";
-            printf("Rank %zu: %s, %s%s%s\n", r, locations[r].host, d->name, separator, d->uuid);
-        }
-        printf("Gradients: %s, added up by %s\n",
-               choice_word("--parallel", (int)run->settings.parallel), who_adds_gradients(c));
-    }
+    if (c->rank == 0)
+        print_locations(run, locations);
     free(locations);
 }
 
@@ -8206,6 +8243,7 @@ static void train_epoch(Run *run, EpochResult *result) {
 // Trains from the run's position to its end, and tests after each epoch.
 static void train_epochs(Run *run) {
     EpochResult *result = &run->epoch_result;
+    run->recorder.first_step = steps_done(run);
     if (run->model->logs_throughput && run->comm.rank == 0)
         printf("INFO - Starting Training Loop...\n");
     while (!training_is_over(run)) {
@@ -8238,7 +8276,7 @@ static void run_rank(Run *run) {
     setup_epoch(run);
     setup_memory(run);
     setup_clock(run);
-    print_ranks(run);
+    check_and_print_ranks(run);
     comm_start(&run->comm);
     if (run->comm.rank == 0)
         check_outputs(run);

@@ -48,7 +48,7 @@ test_idx() {
     same idx/gz_of_a_parent_that_ignores_sigchld "0 $(cat "$tmp/plain")" "$? $(figures)"
     mkdir "$tmp/killed" && printf '#!/bin/sh\nkill -KILL $$\n' >"$tmp/killed/gzip" && chmod +x "$tmp/killed/gzip"
     PATH=$tmp/killed:$PATH run --data "$tmp/idx" --dataset mnist --epochs 1
-    one_error cnn idx/gz_killed "$train_images.gz: gzip was ended by signal 9"
+    one_error cnn idx/gz_killed "$train_images.gz: gzip was killed by signal 9"
     run --data "$tmp/idx" --dataset mnist --epochs 1 --limit-train 7
     line idx/gz_limit '^Train set size: 7$'
     mkdir "$tmp/idx/mnist" && mv "$tmp/idx/"*.gz "$tmp/idx/mnist/"

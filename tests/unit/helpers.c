@@ -33,7 +33,8 @@ static void test_memory_limits(void) {
         const char *groups;
         double limit;
     } cases[] = {{"0::/job\n", 3e6},
-                 {"0::/job/step\n", INFINITY},
+                 {"0::/job/step\n", 3e6}, // the group above it has a limit
+                 {"0::/other\n", 9e6},
                  {"0::/other/step\n", 5e6},
                  {"0::/nothing\n", INFINITY},
                  {"0::/\n", INFINITY},
@@ -45,6 +46,7 @@ static void test_memory_limits(void) {
         fail("cannot create %s", folder);
     write_text(folder, "job/memory.max", "3000000\n");
     write_text(folder, "job/step/memory.max", "max\n");
+    write_text(folder, "other/memory.max", "9000000\n");
     write_text(folder, "other/step/memory.max", "5000000\n");
     join_path(table, folder, "table");
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

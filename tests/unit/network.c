@@ -210,14 +210,14 @@ static void test_incomplete_tables(void) {
     for (int i = 0; i < 2; i++) {
         Kernels kernels = *cpu_kernels[CPU_KERNELS - 1];
         const char *lacks = i == 0 ? "forward" : "backward";
-        const char *table = kernels.name == FAST ? "fast_kernels" : "naive_kernels";
+        const char *table = kernels.choice == FAST ? "fast_kernels" : "naive_kernels";
         kernels.layers[RELU].backward = NULL;
         if (i == 0)
             kernels.layers[RELU].forward = NULL;
         snprintf(message, sizeof message, "row 1: layer kind %d (relu) has no %s in %s; add it\n",
                  RELU, lacks, table);
         const int status = refused_build(&model, &kernels, text, sizeof text);
-        if (kernels.name == FAST && (status != 1 || !strstr(text, message)))
+        if (kernels.choice == FAST && (status != 1 || !strstr(text, message)))
             fail("exit status %d, expected 1 and ...%s, found %s", status, message, text);
     }
     verdict("tables that lack a function of a kind");
