@@ -10,7 +10,7 @@ static const char *suite;
 static const double epsilon = sizeof(real) == sizeof(double) ? DBL_EPSILON : FLT_EPSILON;
 
 // The words of --kernels and --precision for these kernels
-#define NAME_OF(kernels) choice_word("--kernels", (int)(kernels)->name)
+#define NAME_OF(kernels) choice_word("--kernels", (int)(kernels)->choice)
 #define PRECISION_OF(kernels) choice_word("--precision", (int)(kernels)->precision)
 
 static char context[256]; // what the test is looking at; ends up in the failure

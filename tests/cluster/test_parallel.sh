@@ -244,6 +244,8 @@ test_nccl() {
 # ---- What the run folder says
 
 test_run_folder() {
+    with replicas 3 --dataset synthetic --limit-train 3000 --limit-test 10 --dry-run
+    line folder/images_are_shared '^Memory in MB of each device: .* data set 0\.8,' # of 3010 * 785 bytes
     with replicas 3 --dataset synthetic --limit-train 60 --limit-test 10 --epochs 1 --batch-size 5
     same folder/ranks 12 "$(tail -n +2 "$tmp/run/steps.csv" | grep -c '^1,')"
     # 2 (N - 1) / N of the gradients' 4 * 1199882 bytes, and of the gaps between tensors

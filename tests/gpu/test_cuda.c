@@ -1185,7 +1185,7 @@ static void test_choice_of_tiles(const Kernels *k) {
                   {776, 128, 128, 128, {256, 128}}};
     DeviceInfo info = {0};
     k->device->describe(&info);
-    const bool tensor = k->choice == TENSOR;                        // whose smallest tile is 64 x 64
+    const bool tensor = k->choice == TENSOR; // whose smallest tile is 64 x 64
     if (!info.emulated || k->choice == NAIVE || getenv("CUEMU_SM")) // CUEMU_SM: another GPU
         return;
     setenv("CUEMU_CLOCK", "1", 1);

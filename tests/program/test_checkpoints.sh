@@ -96,6 +96,8 @@ test_same_folder() {
         run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --resume
         same_folder "folder/stopped/$k" "$tmp/straight_run" "$tmp/cut_run"
     done
+    same folder/warmup_of_each_process "1,1 1,2 1,3 2,1 2,2 2,3 2,21 2,22 2,23" \
+        "$(awk -F, '$NF == 1 { print $1 "," $2 }' "$tmp/cut_run/steps.csv" | paste -sd ' ')"
     run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --resume
     same_folder folder/nothing_left "$tmp/straight_run" "$tmp/cut_run"
     # at another line than a row, the rest is cut off

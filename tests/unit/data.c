@@ -628,8 +628,27 @@ static void test_augmentation(void) {
         test_augmentation_draws(i);
 }
 
+// A student's model, without synthetic images as the last choice
+static void load_absent(void) {
+    static const Model model = {
+        .name = "absent", .datasets = "mnist cifar10", .synthetic_like = "mnist"};
+    static Run run = {.model = &model, .settings = {.dataset = "auto", .data = "/nonexistent"}};
+    setup_data(&run);
+}
+
+static void test_absent_data(void) {
+    const char *expected = "cnn: error: mnist: expected train-images-idx3-ubyte (or .gz), found "
+                           "none in the folder --data /nonexistent";
+    const Ending e = call_in_child(load_absent);
+    if (!WIFEXITED(e.status) || WEXITSTATUS(e.status) != 1 || !strstr(e.text, expected))
+        fail("status %x, expected exit status 1 and %s, found %s", (unsigned)e.status, expected,
+             e.text);
+    verdict("data that a model needs and that is not there");
+}
+
 static void test_data(void) {
     test_cifar_files();
+    test_absent_data();
     test_large_records();
     test_synthetic_classes();
     test_synthetic_noise();
