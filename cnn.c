@@ -893,7 +893,7 @@ enum { CROP_PADDING = 4, ELASTIC_ALPHA = 34, ELASTIC_SIGMA = 4, ELASTIC_REACH = 
    (PyTorch's F.interpolate() with mode="bilinear" and align_corners=False.) */
 typedef struct Neighbors {
     uint32_t first;
-    float share; // of the row after `first`; 0 if there is none
+    float share; // the weight of the row after `first`; 0 if there is none
 } Neighbors;
 
 static inline HOST_DEVICE Neighbors neighbors_of(size_t i, size_t factor, size_t count) {
@@ -957,7 +957,7 @@ typedef struct Batch {
     real *device_images;
     uint8_t *device_labels;
     const DeviceDataset *resident; // the data set on the device, which replaces images; or NULL
-    RandomKey key;                 // of the random numbers of these images
+    RandomKey key;                 // selects the random numbers of these images
     size_t n;                      // how many images
     size_t number;                 // which batch of the epoch this is, from 0
 } Batch;
@@ -966,10 +966,10 @@ typedef struct Batch {
 
 enum {
     MAX_REPLICAS = 64,  // networks that train together in one process, each in its own thread
-    MAX_THREADS = 1024, // of a replica
-    MAX_WORKERS = 256,  // of a replica
+    MAX_THREADS = 1024, // for each replica
+    MAX_WORKERS = 256,  // for each replica
     MAX_LAYERS = 1024,  // rows of a network
-    MAX_ARENAS = 24     // of a memory plan
+    MAX_ARENAS = 24     // in a memory plan
 };
 
 // A mark is a numbered point in a replica's queue of operations, like an event in a CUDA stream.
@@ -1034,7 +1034,7 @@ typedef struct Update {
     void *param16;          // for GPUs: a 16-bit copy of param, or NULL
     const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
     size_t count;
-    const StepInputs *step; // with the learning rate, in the device's memory
+    const StepInputs *step; // has the learning rate; in the device's memory
     double momentum, weight_decay;
     bool nesterov;
 } Update;
@@ -1222,7 +1222,7 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
 // ---- Threads
 
 typedef struct Range {
-    size_t first, count; // of numbers, pixels or iterations
+    size_t first, count; // numbers, pixels or iterations [first, first + count)
 } Range;
 
 // Part i of a range that is divided into `parts`, whose sizes differ by at most 1
@@ -1675,16 +1675,16 @@ typedef struct Net {
     const char *model;
     const Settings *settings;
     const Kernels *kernels;
-    const Device *device;          // of these kernels
+    const Device *device;          // on which these kernels run
     Layer layers[MAX_LAYERS];      // row 0 is the input
-    RowPlan row_plans[MAX_LAYERS]; // of the same rows
+    RowPlan row_plans[MAX_LAYERS]; // for the same rows
     size_t layer_count;            // rows of both
     size_t classes;
     size_t parameter_count;
     size_t max_batch;      // the largest number of images in a training step
     size_t max_test_batch; // the largest number of images in a step of an evaluation
     // sizes of the arenas in elements
-    size_t param_size; // of the parameters, with the gaps between tensors
+    size_t param_size; // elements of all parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
     size_t staging_size; // what is copied at once: at most a tensor or the outputs of a batch
     // sizes of the arenas in bytes
@@ -1699,9 +1699,9 @@ typedef struct Net {
     real *staging[2];
     uint8_t *saved, *labels;
     char *prepared;  // what the kernels keep
-    MemoryPlan plan; // of these arenas
+    MemoryPlan plan; // has these arenas
     // the current step
-    StepInputs *step;       // of the batch that net_load() has loaded
+    StepInputs *step;       // belongs to the batch that net_load() has loaded
     real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
     size_t world;           // how many ranks share a batch, over which the loss is a mean
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
@@ -1724,8 +1724,8 @@ static const struct {
     // and of backward. For a conv2d, forward reads in and weight and writes out; backward reads in
     // and dout for dweight, then weight and dout for din. The input and the weights count together,
     // as one array. A mask has one byte for each element, so an access to it counts as a quarter.
-    double in_accesses;  // of the input and the weights
-    double out_accesses; // of the output, and of the input where it has the same shape
+    double in_accesses;  // to the input and the weights
+    double out_accesses; // to the output, and to the input where it has the same shape
     bool saves;          // a byte for each output: an argmax or a mask
     bool needs_out;
     size_t stats; // rows of statistics, with one number for each channel
@@ -2396,7 +2396,7 @@ static void describe_layer(const Layer *l, char *text, size_t size) {
 
 // The table of layers, as the program prints it at its start
 static void print_summary(const Net *net) {
-    int width = 7; // of the column of names
+    int width = 7; // the width of the column of names
     for (size_t i = 0; i < net->layer_count; i++)
         width = (int)max_size((size_t)width, strlen(net->layers[i].name));
     printf("Model %s:\n  row  %-*s layer                               output (h x w x c)"
@@ -3734,7 +3734,7 @@ typedef struct Consumer {
 typedef struct Loader {
     const Dataset *data;
     Consumer consumer;
-    Shape shape;      // of the images in a batch
+    Shape shape;      // the images in a batch have it
     Augment *augment; // NULL leaves images as they are
     size_t batch_size;
     real normalized[3][256]; // (byte / 255 - mean) / std, by channel
@@ -3746,14 +3746,14 @@ typedef struct Loader {
     size_t slots;
     size_t slot_size; // elements of a slot's images, with padding for vector loads past their end
     Batch *ring;      // batch b is in slot b % slots
-    real *images, *device_images; // of all slots
+    real *images, *device_images; // the memory of all slots
     uint8_t *labels, *device_labels;
     DeviceDataset resident; // the data set on the device, if consumer.resident
     MemoryPlan plan;
     // what the workers and loader_next() share, guarded by the lock
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    size_t batches; // in this epoch
+    size_t batches; // the number of batches in this epoch
     size_t started; // batches that workers have begun
     size_t handed;  // batches that loader_next() has handed out
     size_t busy;    // workers that are filling a slot
@@ -4109,14 +4109,14 @@ typedef struct Communicator {
     Net *net;
     Loader *loader;
     const void *published;              // what other ranks may read after a barrier
-    real *buffer;                       // on a GPU, for what is received
+    real *buffer;                       // on a GPU: for what is received
     void *send_buffer, *receive_buffer; // MPI: in host memory
     Batch batch; // dp: this rank's images of the master's batch, with the labels of all
     // For ddp: the thread that adds up gradients during backward
-    Range buckets[MAX_BUCKETS]; // of the gradients, in the order in which they are finished
+    Range buckets[MAX_BUCKETS]; // ranges of gradients, in the order in which backward finishes them
     size_t bucket_count;
-    size_t buckets_ready; // in this step: how many backward has finished
-    size_t buckets_done;  // of these, how many have been summed over the ranks
+    size_t buckets_ready; // how many of them backward has finished in this step
+    size_t buckets_done;  // how many of these have been summed over the ranks
     bool quit;            // asks the thread to end
     pthread_t thread;
     pthread_mutex_t lock;
@@ -4738,7 +4738,7 @@ enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_TEXT_SIZE = 96, ENTRY_S
 typedef struct Tensor {
     char name[96], shape[SHAPE_TEXT_SIZE]; // as in the file's header
     const char *dtype;
-    size_t count;         // of its numbers
+    size_t count;         // how many numbers it has
     size_t bytes, offset; // in the file; the offset is counted from the end of the header
     real *values;         // on the device; NULL if it is a counter, or not needed
     size_t *counter;      // BatchNorm's number of batches, a 64-bit integer, or NULL
@@ -5001,9 +5001,9 @@ typedef struct TensorFile {
     FILE *stream;
     char *header;                 // its text
     const char *entries;          // the entries of the tensors in it, after the metadata
-    size_t data_bytes;            // of all values
-    size_t bytes_read;            // of the values
-    uint64_t checksum;            // of the metadata and the values that have been read
+    size_t data_bytes;            // the size of all values
+    size_t bytes_read;            // how many of these have been read
+    uint64_t checksum;            // of the metadata and of the values read so far
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
 
@@ -5275,9 +5275,9 @@ typedef enum { MAY_CHANGE, MUST_MATCH } ResumeRule;
 typedef struct Option {
     const char *name;
     OptionKind kind;
-    size_t offset;             // of the field in Settings
+    size_t offset;             // where the field is in Settings
     const char *const *values; // the words, up to a NULL, or what --help shows for the value
-    double min, max;           // of a COUNT or a NUMBER
+    double min, max;           // the limits of a COUNT or a NUMBER
     const char *default_value; // the default, or NULL
     ResumeRule on_resume;
     const char *help;
@@ -5739,21 +5739,21 @@ typedef struct StepResult {
     double loss, lr;
     double phases[PHASES]; // in seconds
     double correct;        // how many of the images are classified correctly
-    double bytes_sent;     // by this rank; under dp, sent or received
+    double bytes_sent;     // what this rank has sent; under dp, what it has copied
 } StepResult;
 
 // The results of an epoch. Times are in seconds, the test's accuracy is in per cent.
 typedef struct EpochResult {
     size_t epoch, images;
-    size_t images_resumed; // of these, images that an earlier run saw
-    size_t images_logged;  // of these, images that the last log line has counted
+    size_t images_resumed; // how many of these an earlier run has seen
+    size_t images_logged;  // how many of these the last log line has counted
     size_t step_images;    // images of the last step, on all ranks
     double step_loss;      // its loss, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
     double train_loss_sum; // over all images
     double train_correct;  // images classified correctly
     double phases[PHASES]; // in seconds: sums over all steps and ranks
-    double bytes_sent;     // by all ranks
+    double bytes_sent;     // what all ranks have sent
     uint64_t weight_hash;
 } EpochResult;
 
@@ -5769,7 +5769,7 @@ typedef struct LineClock {
     bool synchronize; // --profile: wait for the device after each line
     const Device *device;
     size_t rank;           // for --trace
-    const char *line_text; // of the running line, for --trace; NULL if none runs
+    const char *line_text; // the text of the running line, for --trace; NULL if none runs
     double line_start;     // when the running line began
     size_t marks_set;      // how many marks were set
     size_t times_read;     // how many lines' times have been read
@@ -5817,7 +5817,7 @@ typedef struct Recorder {
     double peak_gflops;
     StepResult *all_steps; // [rank][steps_capacity]: steps that are not yet in steps.csv
     StepResult *steps;     // this rank's row of all_steps
-    size_t buffered_steps, steps_capacity; // of each rank
+    size_t buffered_steps, steps_capacity; // the same for each rank
     size_t first_step;                     // the step of the run with which this process began
     FILE *steps_csv, *epochs_csv;
     FILE *results; // receives what is printed even with --quiet: epochs, and what was asked for
@@ -5861,9 +5861,9 @@ typedef struct Run {
     LineClock clock;
     Tracer tracer;
     Recorder recorder;
-    double *totals;            // of the last test; after them, room for every rank's
+    double *totals;            // the sums of the last test; after them, room for every rank's
     real *bandwidth_arrays[2]; // --layers: numbers summed to measure bandwidth
-    MemoryPlan plan;           // of the memory that is neither the network's nor a loader's
+    MemoryPlan plan;           // for the memory that is neither the network's nor a loader's
 } Run;
 
 // Returns the steps of the whole run so far, as --max-steps and --trace-steps count them.
@@ -6573,6 +6573,8 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
     fprintf(stderr, "\r\033[K%.*s\r", terminal.ws_col - 1, text);
 }
 
+// As in PyTorch's example, the number of images is the step's number times this step's images, even
+// if the last step has fewer.
 static void print_log_line(const Run *run, const EpochResult *e) {
     const size_t step = run->batch_index;
     if (run->model->logs_throughput)
