@@ -36,14 +36,15 @@
      die()                used in section 2, by students' stubs; defined in section 3
      naive_kernels        used in section 4, defined in section 7
      cpu_peak_gflops()    used in section 7, defined in cnn_kernels.c
-   Sections 1 to 7 plan a training step and compute it; 8 to 11 provide its images, run it on
-   several devices and store its weights; 12 to 14 are options, measurements and set-up. For an
+   Sections 1 to 7 plan a training step and compute it; 8 to 11 provide the images, run the step on
+   several devices and store the weights; 12 to 14 are options, measurements and setup. For an
    overview, read train() in section 15 first. The fast kernels, for CPUs in cnn_kernels.c and for
    GPUs in cnn_kernels.cu, are not needed to understand this file.
 
-   What it leaves out: there are no general tensors and there is no automatic differentiation. It
-   only classifies images, from one of four data sets or generated. Several devices share the data,
-   never the network. It runs on Linux. It trusts the user who runs it, but not the files it reads.
+   What the program leaves out: there are no general tensors and there is no automatic
+   differentiation. It only classifies images, from one of four data sets or generated. Several
+   devices divide the data among themselves, never the network. It runs on Linux. It trusts the user
+   who runs it, but not the files it reads.
 
    Pairs of comments that begin with LAB and a number enclose code that students write themselves
    in an exercise: 1.2 is exercise 2 of lab 1. On a first reading, ignore them.
@@ -54,12 +55,12 @@
 
 /* ==== 1. Layers and operands =====================================================================
 
-   What a layer is, what it works on, and its random numbers. A network is a table of layers
-   (section 4): each row is a layer, which reads the output of an earlier row, or of two. Images are
-   stored NHWC: image, row, column, channel, with the channels innermost. Weights are stored
-   [filter row][filter column][input channel][output channel].
-   cnn_kernels.cu, which is compiled separately, defines CNN_DECLARATIONS_ONLY and includes this
-   file: it shares this section and the first half of section 3. */
+   This section says what a layer is, what it works on, and how random numbers are drawn. A network
+   is a table of layers (section 4): each row is a layer, which reads the output of one earlier row,
+   or of two. Images are stored NHWC: image, row, column, channel, with the channels innermost.
+   Weights are stored [filter row][filter column][input channel][output channel]. cnn_kernels.cu,
+   which is compiled separately, defines CNN_DECLARATIONS_ONLY and includes this file: it then sees
+   only this section and the first half of section 3. */
 
 #define _GNU_SOURCE 1 // for sched_getaffinity(); g++ predefines it
 #include <stdbool.h>
@@ -100,23 +101,23 @@ static inline size_t shape_size(Shape s) {
     return s.h * s.w * s.c;
 }
 
-// a / b, rounded up
+// Returns a / b, rounded up.
 static inline size_t ceil_div(size_t a, size_t b) {
     return (a + b - 1) / b;
 }
 
 /* A layer is one row of the layer table. It holds what the layer's formula needs, and where its
-   parameters are. Its RowPlan (section 4) says where its other arrays are and which kernels compute
-   it. */
+   parameters are. The row's RowPlan (section 4) says where the layer's other arrays are and which
+   kernels compute the layer. */
 typedef struct Layer {
     LayerKind kind;
-    char name[48]; // PyTorch's name of its parameters, such as "conv1", or empty
+    char name[48]; // PyTorch's name of the layer, such as "conv1"; empty without parameters
     size_t input;  // the row that it reads
     size_t other;  // add: the second row that it reads
     Shape in, out; // a linear layer reads 1 x 1 x (h * w * c)
     size_t kernel_size, stride, padding; // conv2d, maxpool2d: the window; linear: 1, 1, 0
     real p;                              // dropout: the probability that an element becomes 0
-    size_t weight_count, bias_count;     // of a batchnorm2d: gamma and beta
+    size_t weight_count, bias_count;     // batchnorm2d: gamma and beta
     size_t weight_offset, bias_offset;   // into params and grads, in elements
 } Layer;
 
@@ -128,16 +129,16 @@ static inline HOST_DEVICE bool has_weight_matrix(const Layer *l) {
 // ---- Operands
 
 typedef struct RandomKey RandomKey; // below
-typedef struct LossScale LossScale; // for GPUs: in section 3
+typedef struct LossScale LossScale; // for GPUs; defined in section 3
 
-// The statistics of a batchnorm2d, as rows with one number for each channel. A forward pass in
-// training computes the last two, and backward uses them as well.
+// The rows of a batchnorm2d's statistics; a row has one number for each channel. A forward pass in
+// training computes the last two rows, and the backward pass reads them.
 enum { RUNNING_MEAN, RUNNING_VARIANCE, BATCH_MEAN, BATCH_INVERSE_STD, STATS_ROWS };
 
 /* For the fast kernels; skip it on a first reading. The kernels of a row may compute later rows in
    the same pass, if nothing else reads the results in between (operator fusion):
      out = pool(relu(op(in) + residual))
-   This says which rows they compute. The definitions in section 2 fuse nothing. */
+   A Fusion says which later rows they compute. The definitions in section 2 fuse nothing. */
 typedef struct Fusion {
     bool add;                 // the sum with a residual
     bool relu;                // the ReLU
@@ -152,14 +153,14 @@ typedef struct Fusion {
 /* The arrays and flags with which a row is computed in one step. The prefix d denotes the gradient
    of the loss. The forward pass reads in, residual, weight and bias; it sets out, stats and saved.
    The backward pass reads dout and all of these arrays. It sets dweight and dbias. It sets din, or
-   adds to it if accumulate is true; for dresidual, accumulate_residual says which.
+   adds to din if accumulate is true; accumulate_residual says the same about dresidual.
 
    With --precision bf16 or fp16, the arrays in, residual, out, dout and din, and the weight of a
    convolution or linear layer, hold 16-bit numbers despite their declared type. The out and dout of
    log_softmax stay 32-bit. */
 typedef struct Work {
     const Layer *l;
-    size_t row;                // its number in the table
+    size_t row;                // the layer's number in the table
     size_t n;                  // images of this batch
     const real *in, *residual; // residual is NULL if nothing is added
     const real *weight, *bias; // bias is NULL if there is none
@@ -168,14 +169,14 @@ typedef struct Work {
     real *dweight, *dbias;
     real *stats;              // batchnorm2d: [STATS_ROWS][channels]
     uint8_t *saved;           // argmax of a max-pool, mask of a dropout
-    real *scratch;            // as many numbers as the scratch_size() of the kernels
+    real *scratch;            // as many numbers as the kernels' scratch_size() returns
     const RandomKey *key;     // in the device's memory; NULL in evaluation and in backward passes
     bool accumulate;          // another reader of the input has already written din
     bool accumulate_residual; // another reader of the residual has already written dresidual
     // for the fast kernels; skip it on a first reading
     Fusion fused;
     real *moments;     // sums that a conv2d stores for the batchnorm2d that follows it
-    void *transposed;  // --layout nchw: its transposed_size() elements; else NULL
+    void *transposed;  // --layout nchw: transposed_size() elements; otherwise NULL
     Shape unflattened; // the shape of in, before a linear layer flattens it
     void *prepared;    // what the kernels keep for this row; zeroed, then set up by prepare()
     bool autotune;     // choose the fastest kernels now, if that has not been done
@@ -231,7 +232,8 @@ static inline HOST_DEVICE void philox4x32(uint32_t out[4], uint32_t c0, uint32_t
 // its own numbers.
 enum { DRAW_INIT, DRAW_SHUFFLE, DRAW_SYNTHETIC, DRAW_AUGMENT, DRAW_DROPOUT = 256 };
 
-// Uniform in [0, 1), from the upper 24 of 32 random bits: exact in float and in double.
+// Returns a number in [0, 1), uniformly distributed. It comes from the upper 24 of 32 random bits,
+// so it is exact in float and in double.
 static inline HOST_DEVICE real uniform(uint32_t bits) {
     return (real)(bits >> 8) * (real)(1.0 / 16777216.0);
 }
@@ -243,13 +245,14 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
    whose name ends in _fast.
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
-   function sets x, and "x (+=)" that it adds to x. A layer without parameters has no backward pass
-   unless din is needed; the others must test din for NULL. How a sum is split and in which order
-   its parts are added depends only on the shapes, so results are bit-identical for any --threads.
+   function sets x, and "x (+=)" that it adds to x. The backward function of a layer without
+   parameters is called only if din is needed; those of the other layers must test din for NULL. How
+   a sum is split and in which order its parts are added depends only on the shapes, so results are
+   bit-identical for any --threads.
 
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
-   contiguous, so that the compiler vectorizes it: each output is still the same sum in the same
-   order as in the textbook's loops. */
+   contiguous, so that the compiler vectorizes this loop. Each output is still the same sum, in the
+   same order, as in textbook loops. */
 
 #ifndef CNN_DECLARATIONS_ONLY // cnn_kernels.cu continues in section 3
 
@@ -288,7 +291,7 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 // The square root in the precision of `real`
 #define SQRT(x) (sizeof(real) == sizeof(float) ? (real)sqrtf((float)(x)) : (real)sqrt((double)(x)))
 
-// Section 3 defines it. The stubs that replace LAB blocks in a student's copy call it here.
+// Defined in section 3. In a student's copy, the stubs that replace LAB blocks call it before that.
 static _Noreturn void die(int status, const char *format, ...);
 
 static size_t min_size(size_t a, size_t b) {
@@ -301,8 +304,8 @@ static size_t max_size(size_t a, size_t b) {
 
 enum { OUTSIDE = -1 };
 
-// Returns the index, row * w + column, of the input pixel that the filter's element `tap` =
-// i * kernel_size + j reads for output pixel (y, x), or OUTSIDE.
+// Returns the input pixel that the filter's element `tap` = i * kernel_size + j reads for output
+// pixel (y, x): the pixel's index, row * w + column, or OUTSIDE.
 static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
     const ptrdiff_t h = (ptrdiff_t)l->in.h, w = (ptrdiff_t)l->in.w, padding = (ptrdiff_t)l->padding;
     const ptrdiff_t iy = (ptrdiff_t)(y * l->stride + tap / l->kernel_size) - padding;
@@ -312,7 +315,7 @@ static ptrdiff_t input_pixel(const Layer *l, size_t y, size_t x, size_t tap) {
 }
 
 // out[k] += sum over i < terms of in[i] * weight[i][k], for k < count. out[k] is loaded and stored
-// once for four terms, which are added in the order of i.
+// once for every four terms, which are added in the order of i.
 static void add_products(real *restrict out, const real *restrict in, const real *restrict weight,
                          size_t terms, size_t count) {
     const size_t terms_in_fours = terms / 4 * 4;
@@ -357,7 +360,7 @@ static void conv2d_forward_naive(Work w) {
    dweight[i][j][c][k] = sum over n, y, x of
                          dout[n][y][x][k] * in[n][y * s + i - padding][x * s + j - padding][c]
    The weights are divided among the threads by taps and blocks of input channels: a block's sums
-   stay in the cache, and each dout is used for all of them. */
+   stay in the cache, and each element of dout is used for all channels of the block. */
 static void conv2d_parameter_gradients(Work w) {
     enum { BLOCK = 16 };
     const Layer *l = w.l;
@@ -440,14 +443,14 @@ static bool is_training(Work w) {
     return w.key != NULL;
 }
 
-// out = max(in, 0); NaN propagates. Works in place.
+// out = max(in, 0); NaN propagates. in and out may be the same array.
 static void relu_forward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < output_size(w); i++)
         w.out[i] = w.in[i] < 0 ? 0 : w.in[i];
 }
 
-// din = dout where out > 0, else 0; += if accumulate. Works in place.
+// din = dout where out > 0, else 0; += if accumulate. din and dout may be the same array.
 static void relu_backward(Work w) {
     PARALLEL_FOR
     for (size_t i = 0; i < output_size(w); i++) {
@@ -579,9 +582,10 @@ static void add_backward(Work w) {
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running_mean = (1 - momentum) * running_mean + momentum * mean
      running_variance = (1 - momentum) * running_variance + momentum * variance * m / (m - 1)
-   Evaluation uses the running statistics instead of the batch's. Sums are in double. A thread sums
-   a block of adjacent channels, pixel by pixel. The backward pass takes mean and 1 / sqrt(variance
-   + eps) from stats, where the forward pass of the same batch has stored them. */
+   Evaluation uses the running statistics instead of the batch's. Sums are computed in double
+   precision. A thread sums a block of adjacent channels, pixel by pixel. The backward pass takes
+   mean and 1 / sqrt(variance + eps) from stats, where the forward pass of the same batch has stored
+   them. */
 
 enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
@@ -621,8 +625,8 @@ static void bn_block_stats(Work w, size_t first, size_t count) {
         bn_update_stats(w.stats, channels, first + c, mean[c], squares[c], m);
 }
 
-// Returns weight / sqrt(variance + eps) of channel c. The variance is the batch's, or in evaluation
-// the running one.
+// Returns weight / sqrt(variance + eps) of channel c. In training, the variance is the batch's; in
+// evaluation, it is the running variance.
 static real bn_scale(Work w, size_t c) {
     const size_t channels = w.l->in.c;
     if (is_training(w))
@@ -693,11 +697,11 @@ static void batchnorm2d_backward_naive(Work w) {
 
    (Srivastava et al., "Dropout", JMLR 2014; inverted as in PyTorch.)
      out = in / (1 - p), or 0 with probability p
-   The mask records which elements were kept. Element e of the image at position q draws from (seed,
-   layer, epoch, q, e). One Philox block serves 8 elements with 16 bits each, so p is rounded to
-   a multiple of 1/65536. */
+   The mask records which elements were kept. The random bits of element e of the image at position
+   q depend only on (seed, layer, epoch, q, e). One Philox block serves 8 elements with 16 bits
+   each, so p is rounded to a multiple of 1/65536. */
 
-// An element becomes 0 if its 16 random bits are below this threshold.
+// Returns a threshold: an element becomes 0 if its 16 random bits are below it.
 static uint32_t dropout_threshold(const Layer *l) {
     return (uint32_t)lround((double)l->p * 65536);
 }
@@ -766,8 +770,8 @@ static void log_softmax_forward(Work w) {
     }
 }
 
-// din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out). Never +=, since
-// backward begins with this row, the last.
+// din[k] = dout[k] - softmax[k] * sum over j of dout[j], where softmax = exp(out). There is no +=
+// here, since this is the last row, where backward begins.
 static void log_softmax_backward(Work w) {
     const size_t classes = w.l->out.c;
     /* LAB 1.6 BEGIN log_softmax_backward */
@@ -791,8 +795,8 @@ static size_t most_likely(const real *logp, size_t classes) {
     return best;
 }
 
-/* Negative log-likelihood with label smoothing e, which may be 0 (Szegedy et al., arXiv:1512.00567,
-   section 7). One loss per image; the loss of the batch is their mean.
+/* Computes the negative log-likelihood with label smoothing e, which may be 0 (Szegedy et al.,
+   arXiv:1512.00567, section 7). There is one loss per image; the loss of the batch is their mean.
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
      correct[i] = 1 if the label is the most likely class, else 0
      dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images
@@ -826,18 +830,18 @@ static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
 
 /* ==== 3. Devices and helpers =====================================================================
 
-   The remaining types, and helper functions. The first half is shared with cnn_kernels.cu:
-   settings, data, and a kind of device with the kernels that compute on it. The second half is the
-   clock, errors, threads, memory, files, the limits of the machine, hashes and the events of a
-   trace. An error ends in die(), with one line that says what failed and where and, if possible,
-   what was expected, what was found and what to do. (The one exception is main(), which checks the
-   CPU before anything else.) */
+   This section has the remaining types, and helper functions. The first half is shared with
+   cnn_kernels.cu: settings, data, and what a kind of device and its kernels provide. The second
+   half has the clock, errors, threads, memory, files, the limits of the machine, hashes and the
+   events of a trace. An error ends in die(), with one line that says what failed and where and, if
+   possible, what was expected, what was found and what to do. (The one exception is main(), which
+   checks the CPU before anything else.) */
 
 #endif // CNN_DECLARATIONS_ONLY
 
 // ---- Settings
 
-enum { NOT_CHOSEN = -1 }; // section 14 chooses
+enum { NOT_CHOSEN = -1 }; // section 14 chooses a value
 
 // An enum for each option whose values are words, in the order of its words in the table of options
 // (section 12)
@@ -854,8 +858,8 @@ typedef enum { ZERO_GRAD_NONE, ZERO_GRAD_MEMSET } ZeroGrad;
 typedef enum { DDP, DP } Parallel;
 
 // The settings of a run. The table of options in section 12 fills in what the user chose. Section
-// 14 fills in what the user left open, and replaces some values: lr becomes the scaled learning
-// rate. After that they do not change.
+// 14 fills in what the user left open, and replaces some values: for example, lr becomes the scaled
+// learning rate. After that, the settings do not change.
 typedef struct Settings {
     const char *model, *dataset, *data, *out, *checkpoint, *save_every, *load, *trace;
     const char *trace_steps;
@@ -872,7 +876,7 @@ typedef struct Settings {
     Parallel parallel;
     size_t width, limit_train, limit_test, batch_size, test_batch_size, epochs, max_steps, seed;
     size_t step_size, warmup_epochs, log_interval, workers, threads, gpus, replicas, global_batch;
-    size_t resize; // images to this height; 0: not at all
+    size_t resize; // the height to which images are enlarged; 0: they are not
     double lr, momentum, weight_decay, gamma, label_smoothing;
     double bucket_mb; // in megabytes
     double timeout;   // in seconds
@@ -909,7 +913,7 @@ static inline HOST_DEVICE Neighbors neighbors_of(size_t i, size_t factor, size_t
     return n;
 }
 
-// Returns the share of the row `first` (0) or of the one after it (1).
+// Returns the weight of the row `first` if `which` is 0, or of the row after it if `which` is 1.
 static inline HOST_DEVICE float neighbor_share(Neighbors n, size_t which) {
     return which == 0 ? 1 - n.share : n.share;
 }
@@ -923,7 +927,7 @@ typedef struct DatasetInfo {
     Shape shape;
     size_t classes;         // the number of classes
     size_t counts[2];       // the number of images, by Split
-    double mean[3], std[3]; // for each channel, where pixels are scaled to [0, 1]
+    double mean[3], std[3]; // of each channel, for pixels scaled to [0, 1]
     void (*read)(Dataset *data, const char *dir, Split split, size_t limit);
     const char *files[2][6]; // by Split; NULL ends each list
     const char *class_names; // separated by spaces, or NULL if the classes are only numbered
@@ -944,16 +948,16 @@ typedef struct DeviceDataset {
     uint32_t *order;        // the epoch's permutation: order[position] = image
     const real *normalized; // [c][256]: the value of each byte of a channel
     Shape shape;
-    size_t factor; // --resize: by which the images are enlarged
+    size_t factor; // --resize: the factor by which images are enlarged
     Augmentation augment;
-    float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of its blur
+    float blur[ELASTIC_REACH + 1]; // AUGMENT_ELASTIC: the weights of the blur
 } DeviceDataset;
 
 // The images of one step, in the memory of a loader.
 typedef struct Batch {
     real *images;    // [n][h][w][c], normalized
     uint8_t *labels; // [n]
-    // where the kernels read them: the same arrays on a CPU, copies on a GPU
+    // where the kernels read images and labels: these arrays on a CPU, copies on a GPU
     real *device_images;
     uint8_t *device_labels;
     const DeviceDataset *resident; // the data set on the device, which replaces images; or NULL
@@ -969,7 +973,7 @@ enum {
     MAX_THREADS = 1024, // for each replica
     MAX_WORKERS = 256,  // for each replica
     MAX_LAYERS = 1024,  // rows of a network
-    MAX_ARENAS = 24     // in a memory plan
+    MAX_ARENAS = 24     // arenas of a memory plan
 };
 
 // A mark is a numbered point in a replica's queue of operations, like an event in a CUDA stream.
@@ -990,7 +994,7 @@ enum {
 
 typedef enum { FORWARD_PASS, BACKWARD_PASS } RowPass;
 
-// The marks where a pass of a row begins and where it ends
+// Returns the mark where a pass of a row begins. end_mark() returns the mark where it ends.
 static inline size_t begin_mark(size_t row, RowPass pass) {
     return ROW_MARKS + MARKS_PER_ROW * row + MARKS_PER_PASS * pass;
 }
@@ -1002,28 +1006,30 @@ static inline size_t end_mark(size_t row, RowPass pass) {
 // How a row is computed
 typedef enum {
     SEPARATE,          // by its own kernels, into its own memory
-    IN_PLACE,          // by its own kernels, over its input
+    IN_PLACE,          // by its own kernels, which overwrite its input
     FUSED_INTO_EARLIER // by the kernels of an earlier row
 } RowMode;
 
-// What changes from step to step. It is in device memory; kernels get a pointer to it.
+// The inputs that change from step to step. They are in device memory; kernels get a pointer to
+// them.
 typedef struct StepInputs {
     RandomKey key;
     double lr;
 } StepInputs;
 
 /* How a GPU treats losses and gradients that are not finite:
-   - In fp32, tf32 and bf16 it skips all further updates, until the host reads the count at the log
-     interval and ends the run.
+   - In fp32, tf32 and bf16, the GPU skips all further updates, until the host reads not_finite at
+     the log interval and ends the run.
    - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
-     update divides by it. Non-finite gradients cause one update to be skipped and the scale to be
-     halved; after GROWTH_INTERVAL steps without any it is doubled. (Micikevicius et al., "Mixed
-     precision training", arXiv:1710.03740; numbers as in PyTorch's GradScaler.) # AMP */
+     update divides the gradients by it. If a gradient is not finite, one update is skipped and the
+     scale is halved; after GROWTH_INTERVAL steps with finite gradients, the scale is doubled.
+     (Micikevicius et al., "Mixed precision training", arXiv:1710.03740; numbers as in PyTorch's
+     GradScaler.) # AMP */
 struct LossScale {
-    float scale;         // 1 in other precisions
-    uint32_t steps;      // since the scale was changed
-    uint32_t skipped;    // updates in the whole run
-    uint32_t not_finite; // losses and gradients: of this step in fp16, otherwise of all steps
+    float scale;         // 1 unless the precision is fp16
+    uint32_t steps;      // steps since the scale was last changed
+    uint32_t skipped;    // updates skipped in the whole run
+    uint32_t not_finite; // non-finite losses and gradients: in fp16 of this step, else of all steps
 };
 enum { INIT_SCALE = 65536, GROWTH_INTERVAL = 2000 };
 
@@ -1034,12 +1040,12 @@ typedef struct Update {
     void *param16;          // for GPUs: a 16-bit copy of param, or NULL
     const LossScale *scale; // for GPUs: the scale of the gradients; NULL on a CPU
     size_t count;
-    const StepInputs *step; // has the learning rate; in the device's memory
+    const StepInputs *step; // holds the learning rate; in device memory
     double momentum, weight_decay;
     bool nesterov;
 } Update;
 
-// Nsight shows nested ranges of time for a thread. Their levels, the outermost first:
+// The levels of the nested time ranges that Nsight shows for a thread, the outermost first
 typedef enum { NSIGHT_STEP, NSIGHT_LINE, NSIGHT_ROW } NsightLevel;
 
 // What a device reports about itself
@@ -1052,7 +1058,7 @@ typedef struct DeviceInfo {
 } DeviceInfo;
 
 /* A kind of device: its memory, and a stream of operations that are queued and run in order. A CPU
-   runs them at once, in the host's memory; entries marked GPU are not called there. Devices are
+   runs them at once, in the host's memory; entries marked GPU are not called on a CPU. Devices are
    numbered from 0. */
 typedef struct Device {
     bool is_gpu;
@@ -1071,8 +1077,8 @@ typedef struct Device {
     void (*copy)(void *to, const void *from, size_t bytes);
     void (*clear)(void *memory, size_t bytes);         // queues: memory of the device = 0
     void (*set_step)(StepInputs *to, StepInputs step); // queues: *to = step, on the device
-    // GPU: copies between host and device `number`, either way; complete on return. Any thread may
-    // call it, concurrently with the device's operations.
+    // GPU: copies between host and device `number`, in either direction; complete on return. Any
+    // thread may call it, concurrently with the device's operations.
     void (*transfer)(size_t number, void *to, const void *from, size_t bytes);
     /* to = from, or += from if add; complete on return. Without add, either array may be on another
        device or the host; with add, only `from` may. buffer is device memory of the size of `to`.
@@ -1081,7 +1087,8 @@ typedef struct Device {
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // marks the end of what is queued so far
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
-    void (*wait)(size_t replica, size_t mark); // waits until that replica's device passes it
+    void (*wait)(size_t replica,
+                 size_t mark); // waits until that replica's device has passed the mark
     /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
        copies to and from pinned memory. capture(false) returns them as a graph, which
        replay() queues. */
@@ -1090,10 +1097,10 @@ typedef struct Device {
     void (*free_graph)(void *graph);
     // in GFLOP/s, measured; a multiply-add is 2 operations; NAN if unknown
     double (*peak_gflops)(void);
-    // # PROF  for Nsight: ends this thread's range of this level, with the ranges inside it. Begins
-    // a range of this name, unless it is NULL.
+    // # PROF for Nsight: ends this thread's range at this level and the ranges inside it; then
+    // begins a range called `name`, unless that is NULL
     void (*nsight_range)(NsightLevel level, const char *name);
-    void (*record)(bool on); // starts or stops the recording of Nsight
+    void (*record)(bool on); // starts or stops Nsight's recording
 } Device;
 
 /* The functions that compute a network on one kind of device. --kernels and --precision select such
@@ -1109,21 +1116,21 @@ typedef struct Kernels {
     // elements of scratch memory that a row needs
     size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
     double (*flops)(Work w); // operations that the row's forward and backward execute
-    // A GPU multiplies dlogp by the scale and adds the count of losses that are not finite to
+    // A GPU multiplies dlogp by the scale and adds the number of losses that are not finite to
     // scale->not_finite. On a CPU, scale is NULL.
     void (*nll_loss)(real *losses, real *correct, real *dlogp, const real *logp,
                      const uint8_t *labels, size_t n, size_t batch, size_t classes,
                      double smoothing, LossScale *scale);
     void (*update[OPTIMIZERS])(Update u);
-    /* The rest is for the fast kernels; skip it on a first reading. fuse() is asked only if row l
+    /* The rest is for the fast kernels; skip it on a first reading. fuse() is called only if row l
        is the sole reader of what the kernels of row `target` write. It decides whether these
        kernels also compute l; `fused` lists what they already compute besides `target`. */
     RowMode (*fuse)(const Layer *target, const Fusion *fused, const Layer *l);
-    // elements in which a conv2d's forward stores sums for the batchnorm2d that follows it, or 0
+    // how many elements a conv2d's forward stores as sums for the batchnorm2d that follows it, or 0
     size_t (*moments_size)(const Layer *conv, size_t n);
     size_t (*transposed_size)(const Layer *l, size_t n); // --layout nchw, in elements
-    // The kernels of a row may keep something in the host's memory: this is its size in bytes, and
-    // prepare() sets it up.
+    // The kernels of a row may keep data in the host's memory: prepared_bytes() returns its size,
+    // and prepare() sets it up.
     size_t (*prepared_bytes)(const Layer *l);
     void (*prepare)(void *prepared, const Layer *l);
     // GPU, 16-bit precisions: param16 = param
@@ -1139,14 +1146,14 @@ typedef struct Kernels {
                    size_t n, bool nchw);
 } Kernels;
 
-/* What cnn_kernels.cu provides where nvcc or the emulator has compiled it. For C, the functions are
-   weak: where no file of the program defines them, they are NULL.
-   cuda_kernels()       returns its kernels by number, the best ones last, then NULL
+/* What cnn_kernels.cu provides if nvcc or the emulator has compiled it. In C, the functions are
+   declared weak: if no file of the program defines them, they are NULL.
+   cuda_kernels()       returns table i of its kernels, the best ones last, and then NULL
    With NCCL, for GPUs of several processes:
    cuda_nccl_id()       creates the id of a group; rank 0 calls it and sends it to the others
    cuda_nccl_join()     makes this thread's device join the group
    cuda_nccl_leave()    frees the group's memory
-   cuda_all_reduce()    data = its sum over the group; false if that takes more than `timeout` s */
+   cuda_all_reduce()    data = the sum of the group's data; false after `timeout` seconds */
 #ifdef __cplusplus
 #define OPTIONAL extern "C"
 #else
@@ -1169,23 +1176,24 @@ OPTIONAL bool cuda_all_reduce(size_t device, real *data, size_t count, double ti
 
 enum { PATH_SIZE = 4096, EXIT_USAGE = 2 };
 
-// Seconds, from an arbitrary start
+// Returns the time in seconds, counted from an arbitrary start.
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* How the program exits on an error: the first thread that calls die() ends it, and threads that
-   fail meanwhile wait until it has ended. */
+/* How the program exits on an error: the first thread that calls die() ends the program, and
+   threads that fail meanwhile wait for that. */
 static void (*before_dying)(void);               // marks the run folder as failed
 static void (*exit_process)(int status) = _exit; // with MPI, ends the other ranks as well
 static bool dying;                               // whether a thread is ending the program
 static _Thread_local bool dying_here;            // whether it is this thread
 static _Thread_local const char *unfinished;     // a temporary file of this thread, or NULL
-static char lock_file[PATH_SIZE + 8]; // beside the checkpoint; "" if this run has not locked it
+static char lock_file[PATH_SIZE + 8]; // beside the checkpoint; "" if this run holds no lock
 
-// A name in a file may contain escape sequences, which must not reach the terminal.
+// Replaces control characters by '?'. A name in a file may contain escape sequences, which must not
+// reach the terminal.
 static void replace_control_characters(char *text) {
     for (char *c = text; *c; c++)
         if ((unsigned char)*c < ' ' || *c == 127)
@@ -1225,7 +1233,7 @@ typedef struct Range {
     size_t first, count; // numbers, pixels or iterations [first, first + count)
 } Range;
 
-// Part i of a range that is divided into `parts`, whose sizes differ by at most 1
+// Returns part i of a range that is divided into `parts` parts, whose sizes differ by at most 1.
 static Range part_of(Range whole, size_t i, size_t parts) {
     size_t first = whole.count * i / parts, last = whole.count * (i + 1) / parts;
     return (Range){whole.first + first, last - first};
@@ -1239,7 +1247,7 @@ static void set_num_threads(size_t count) {
     omp_set_num_threads((int)count);
 }
 
-// Starts a thread that calls function(data). `what` names it in the error message.
+// Starts a thread that calls function(data). `what` names the thread in the error message.
 static void start_thread(pthread_t *thread, void *(*function)(void *), void *data,
                          const char *what) {
     const int error = pthread_create(thread, NULL, function, data);
@@ -1252,7 +1260,8 @@ static void start_thread(pthread_t *thread, void *(*function)(void *), void *dat
 
 enum { CACHE_LINE = 64 }; // in bytes
 
-// Zeroed memory, aligned to a cache line and padded, so that vector loads may read past its end.
+// Returns zeroed memory, or NULL if there is not enough. The memory is aligned to a cache line and
+// padded, so that vector loads may read past its end.
 static void *zeroed_alloc(size_t bytes) {
     void *memory;
     if (bytes > SIZE_MAX / 2)
@@ -1278,7 +1287,7 @@ static void *must_alloc(size_t bytes, const char *what) {
 
 typedef enum { HOST_MEMORY, PINNED_MEMORY, DEVICE_MEMORY } MemoryKind;
 
-// What memory is for; the printed plan has a total for each
+// What memory is used for. The printed plan has a total for each use.
 typedef enum {
     FOR_PARAMETERS,
     FOR_GRADIENTS,
@@ -1309,8 +1318,8 @@ static const char *const memory_uses[MEMORY_USES] = {
     [FOR_DATA] = "data set",
 };
 
-/* The memory of a network or a loader: a list of arenas, which is printed before anything is
-   allocated; they are then allocated, and later freed, together. */
+/* The memory of a network or a loader: a list of arenas. The list is printed before anything is
+   allocated; the arenas are then allocated, and later freed, together. */
 typedef struct MemoryPlan {
     const Device *device;
     size_t count;
@@ -1419,8 +1428,9 @@ static bool lock_for_this_run(int fd) {
     return false;
 }
 
-/* A file that is replaced atomically: written to a temporary file in its folder, synced, renamed.
-   The new file has the mode of the old one. If it is a symbolic link, its target is replaced. */
+/* A file that is replaced atomically: the new contents are written to a temporary file in the same
+   folder, which is then synced and renamed. The new file has the mode of the old one. If the name
+   is a symbolic link, the file that it points to is replaced. */
 typedef struct AtomicFile {
     FILE *stream;
     char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
@@ -1470,7 +1480,7 @@ static void sync_folder(const char *file) {
     close(folder);
 }
 
-// Writes the file to the disk and gives it its name.
+// Writes the temporary file to the disk and gives it its final name.
 static void sync_and_rename(const AtomicFile *f) {
     if (fflush(f->stream) != 0 || ferror(f->stream) || fsync(fileno(f->stream)) != 0)
         die_file("cannot write", f->temporary);
@@ -1525,7 +1535,7 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
     line[strcspn(line, "\n")] = 0;
 }
 
-// Returns the number of bytes in a file memory.max, or INFINITY.
+// Returns the limit in bytes that a file memory.max states, or INFINITY.
 static double read_limit(const char *path) {
     char line[PATH_SIZE];
     double limit = INFINITY; // sscanf() leaves it so if the line is "max", or missing
@@ -1534,9 +1544,9 @@ static double read_limit(const char *path) {
     return limit;
 }
 
-// Returns the memory, in bytes, that this process's cgroup (version 2) and the groups above it
-// allow: the smallest limit. `cgroup_file` has the format of /proc/self/cgroup: a line "0::GROUP",
-// and the group's limit is in ROOT/GROUP/memory.max.
+// Returns the smallest memory limit, in bytes, of this process's cgroup (version 2) and the groups
+// above it. `cgroup_file` has the format of /proc/self/cgroup: a line "0::GROUP", and the group's
+// limit is in ROOT/GROUP/memory.max.
 static double cgroup_limit(const char *cgroup_file, const char *root) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
     double limit = INFINITY;
@@ -1554,8 +1564,8 @@ static double cgroup_limit(const char *cgroup_file, const char *root) {
     return limit;
 }
 
-// Returns the memory, in bytes, that the Slurm job of this process allows on this machine. Slurm
-// states it in MB, for the machine or for each core.
+// Returns the memory, in bytes, that this process's Slurm job may use on this machine. Slurm states
+// it in MB, for the machine or for each core.
 static double slurm_limit(void) {
     const size_t mb_of_machine = environment_number("SLURM_MEM_PER_NODE");
     const size_t mb_per_core = environment_number("SLURM_MEM_PER_CPU");
@@ -1564,8 +1574,8 @@ static double slurm_limit(void) {
     return mb > 0 ? 0x1p20 * (double)mb : INFINITY;
 }
 
-// Returns the memory that this process may take, in bytes: the smallest of the limits of the
-// machine, the Slurm job and the cgroup.
+// Returns the memory that this process may use, in bytes: the smallest of the machine's, the Slurm
+// job's and the cgroup's limits.
 static double memory_limit(void) {
     const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
     return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
@@ -1581,7 +1591,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t bytes) {
     return hash;
 }
 
-// Returns whether a 16-bit number is finite: not all bits of its exponent are set.
+// Returns whether a 16-bit number is finite, that is, whether a bit of its exponent is 0.
 static bool is_finite_16(uint16_t bits, Precision precision) {
     const uint16_t exponent = precision == FP16 ? 0x7c00 : 0x7f80;
     return (bits & exponent) != exponent;
@@ -1646,7 +1656,8 @@ static void trace_event(size_t rank, size_t track, const char *name, double begi
       losses            of each image of the current batch; after them, 1 for each image that is
                         classified correctly, and 0 for the others
       labels            of the current batch
-   and, small or for GPUs only: transposed, prepared, staging, step and loss_scale (see Net). */
+   Others are small or only for GPUs: transposed, prepared, staging, step and loss_scale (see
+   Net). */
 
 enum { ALIGN = CACHE_LINE / sizeof(real) }; // in elements
 
@@ -1675,10 +1686,10 @@ typedef struct Net {
     const char *model;
     const Settings *settings;
     const Kernels *kernels;
-    const Device *device;          // on which these kernels run
+    const Device *device;          // the device on which these kernels run
     Layer layers[MAX_LAYERS];      // row 0 is the input
     RowPlan row_plans[MAX_LAYERS]; // for the same rows
-    size_t layer_count;            // rows of both
+    size_t layer_count;            // the number of rows in both
     size_t classes;
     size_t parameter_count;
     size_t max_batch;      // the largest number of images in a training step
@@ -1686,7 +1697,7 @@ typedef struct Net {
     // sizes of the arenas in elements
     size_t param_size; // elements of all parameters, with the gaps between tensors
     size_t stats_size, moments_size, scratch_size, transposed_size;
-    size_t staging_size; // what is copied at once: at most a tensor or the outputs of a batch
+    size_t staging_size; // of the largest copy: a tensor, or the outputs of a batch
     // sizes of the arenas in bytes
     size_t activation_bytes, dactivation_bytes, saved_bytes, prepared_bytes;
     // the arenas
@@ -1698,32 +1709,34 @@ typedef struct Net {
     // back in staging[0]: the losses and what was classified correctly, or the outputs.
     real *staging[2];
     uint8_t *saved, *labels;
-    char *prepared;  // what the kernels keep
-    MemoryPlan plan; // has these arenas
+    char *prepared;  // what the kernels keep in the host's memory
+    MemoryPlan plan; // lists these arenas
     // the current step
-    StepInputs *step;       // belongs to the batch that net_load() has loaded
+    StepInputs *step;       // for the batch that net_load() has loaded
     real *images;           // if not NULL, the loader's buffer, which replaces output(net, 0)
-    size_t world;           // how many ranks share a batch, over which the loss is a mean
+    size_t world;           // how many ranks divide a batch; the loss is the mean over all of it
     size_t batches_tracked; // number of batches in BatchNorm's running statistics
     // If not NULL, backward() calls it when the gradients at offset `first` and above are complete.
     void (*on_gradients)(void *context, size_t first);
     void *context;
-    bool marks_rows; // marks at the start and the end of each row
-    bool names_rows; // a range for Nsight around each row
-    double *flops;   // if not NULL, backward stores here what each row executes
+    bool marks_rows; // sets a mark at the start and at the end of each row
+    bool names_rows; // opens a range for Nsight around each row
+    double *flops;   // if not NULL, backward stores here how many operations a row executes
 } Net;
 
-/* Properties of each kind. needs_out: no later row may overwrite the output, because the kind's
-   backward reads it. A ReLU does without, although its backward reads which outputs are positive: a
-   dropout in place may set such an element to zero, but then its gradient is also zero. */
+/* The properties of each kind of layer. needs_out: no later row may overwrite the output, because
+   the kind's backward reads it. A ReLU can do without that, although its backward reads which
+   outputs are positive: a dropout that works in place may set a positive output to zero, but then
+   the output's gradient is zero, too. */
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
     // For --layers: how many accesses a row needs at least. An access reads or writes every element
-    // of an array, or of its gradient, once; the comments at the rows name the arrays of forward
-    // and of backward. For a conv2d, forward reads in and weight and writes out; backward reads in
-    // and dout for dweight, then weight and dout for din. The input and the weights count together,
-    // as one array. A mask has one byte for each element, so an access to it counts as a quarter.
+    // of an array, or of its gradient, once. The comments at the rows name the arrays that forward
+    // accesses, then those that backward accesses. For a conv2d, forward reads in and weight and
+    // writes out; backward reads in and dout for dweight, then weight and dout for din. The input
+    // and the weights count together, as one array. A mask has one byte for each element, so an
+    // access to it counts as a quarter.
     double in_accesses;  // to the input and the weights
     double out_accesses; // to the output, and to the input where it has the same shape
     bool saves;          // a byte for each output: an argmax or a mask
@@ -1810,7 +1823,7 @@ static bool window_fits(const Layer *l, size_t channels) {
     return size_fits && stride_fits && padding_fits && high_enough && wide_enough && channels > 0;
 }
 
-// A layer whose window slides over row x. Dies if the window does not fit.
+// Returns a layer whose window slides over the output of row x. Dies if the window does not fit.
 static Layer window_layer(const Net *net, size_t x, LayerKind kind, size_t channels,
                           size_t kernel_size, size_t stride, size_t padding) {
     Layer l = {
@@ -1839,7 +1852,7 @@ static size_t conv2d_bias(Net *net, size_t x, size_t out_channels, size_t kernel
     return add_with_weights(net, l, "conv");
 }
 
-// The same with bias = True, PyTorch's default
+// nn.Conv2d() with bias = True, PyTorch's default
 static size_t conv2d(Net *net, size_t x, size_t out_channels, size_t kernel_size, size_t stride,
                      size_t padding) {
     return conv2d_bias(net, x, out_channels, kernel_size, stride, padding, true);
@@ -1876,7 +1889,7 @@ static size_t relu(Net *net, size_t x) {
     return add_same_shape(net, x, RELU, 0);
 }
 
-// a + b: a residual block's sum. The later row may be overwritten by the result.
+// a + b, the sum in a residual block. The result may overwrite the later of the two rows.
 static size_t add(Net *net, size_t a, size_t b) {
     Shape s = net->layers[a].out, t = net->layers[b].out;
     if (s.h != t.h || s.w != t.w || s.c != t.c)
@@ -1928,7 +1941,7 @@ static size_t count_reads_by(const Layer *l, size_t row) {
     return reads;
 }
 
-// Returns how often all layers after a row read it.
+// Returns how often the layers after a row read it, in total.
 static size_t count_reads(const Net *net, size_t row) {
     size_t count = 0;
     for (size_t i = row + 1; i < net->layer_count; i++)
@@ -1937,9 +1950,9 @@ static size_t count_reads(const Net *net, size_t row) {
 }
 
 // Returns whether the reader of a row may write its result over the row's output. There must be no
-// other reader, the output must not be the images, and no backward pass may need it: neither the
-// row's own nor the backward pass of the row whose kernels wrote it. The kernels' fuse() decides
-// whether the reader's own backward pass allows it.
+// other reader, the output must not be the images, and two backward passes must not need it: the
+// row's own, and that of the row whose kernels wrote it. The kernels' fuse() decides whether the
+// reader's backward pass allows the overwriting.
 static bool is_output_disposable(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
@@ -1949,10 +1962,10 @@ static bool is_output_disposable(const Net *net, size_t row) {
     return !kinds[net->layers[row].kind].needs_out && !kinds[net->layers[writer].kind].needs_out;
 }
 
-/* Makes a convolution's kernels compute the max-pool that follows. The convolution's backward then
-   includes the backward of the ReLU between the two, and of the ReLU before the convolution, unless
-   another row reads that ReLU. For example, in conv1 -> relu -> conv2 -> relu -> pool, where both
-   ReLUs have been fused:
+/* Makes a convolution's kernels compute the max-pool that follows. The convolution's backward pass
+   then includes that of the ReLU between the two. It also includes that of the ReLU before the
+   convolution, unless another row reads this ReLU. For example, in conv1 -> relu -> conv2 -> relu ->
+   pool, where both ReLUs have been fused:
                                   conv1           conv2           conv2
                                   relu_backward   relu_backward   input_relu_backward
      before                       true            true            false
@@ -1994,7 +2007,8 @@ static void fuse_row(Net *net, size_t i, size_t target) {
     net->row_plans[i].computed_by = target;
 }
 
-// Links a convolution with the batchnorm2d in the next row, if its forward stores sums for it.
+// Links a convolution with the batchnorm2d in the next row, if the convolution's forward stores
+// sums for the batchnorm2d.
 static void link_moments(Net *net, size_t i) {
     const Layer *l = &net->layers[i], *before = &net->layers[l->input];
     if (l->kind != BATCHNORM2D || l->input + 1 != i || before->kind != CONV2D)
@@ -2037,11 +2051,12 @@ static bool kernels_read_output_of(const Net *net, size_t row, size_t writer) {
     return input_writer == writer || residual_writer == writer;
 }
 
-/* Whether the residual of `row` may keep its gradient in the memory of the sum's gradient. The two
-   gradients are equal at first, so sharing saves the copy that a separate add makes. It fails if
-   another reader of the residual writes to this memory before the backward pass of `row` has read
-   it. Backward runs from the last row to the first, so neither `row` itself nor a later row may
-   read the residual in another way. An earlier row may: it runs later, and adds. With row = 3,
+/* Returns whether the residual of `row` may keep its gradient in the memory of the sum's gradient.
+   The two gradients are equal at first, so sharing saves the copy that a separate add makes.
+   Sharing fails if another reader of the residual writes to this memory before the backward pass of
+   `row` has read it. Backward runs from the last row to the first, so neither `row` itself nor a
+   later row may read the residual in another way. An earlier row may, since its backward pass comes
+   later and adds to the gradient. For example, with row = 3:
      row            reads
      1 relu         0
      2 conv         1          reads row 1, too: sharing is allowed
@@ -2055,16 +2070,16 @@ static bool may_share_gradient(const Net *net, size_t row) {
     if (writer == 0)
         return false; // the residual is the images, which have no gradient
     if (plans[net->layers[row].input].computed_by == writer)
-        return false; // row reads it, too, and would write its gradient over the sum's
+        return false; // `row` also reads the residual as its input, and would overwrite the sum's gradient
     for (size_t i = row + 1; i < net->layer_count; i++)
         if (kernels_read_output_of(net, i, writer))
             return false;
     return true;
 }
 
-/* The memory of a gradient. Backward runs from the last row to the first: the gradient is in use
-   from row `first_written`, the last of its readers, down to row `last_used`, the first of the rows
-   that share it. */
+/* The memory of a gradient. Backward runs from the last row to the first: the memory is in use from
+   row `first_written`, the last row that reads the output, down to row `last_used`, the first of
+   the rows whose gradients share the memory. */
 typedef struct GradientBlock {
     size_t first_written, last_used;
     size_t size, offset; // in bytes
@@ -2087,8 +2102,8 @@ static const GradientBlock *find_conflict(const GradientBlock *block, const Grad
     return NULL;
 }
 
-// First fit: sets block->offset to the lowest one at which the block overlaps no placed gradient
-// that is in use at the same time.
+// Sets block->offset to the lowest offset at which the block overlaps no placed gradient that is in
+// use at the same time (first fit).
 static void place_gradient(GradientBlock *block, const GradientBlock *placed, size_t count) {
     block->offset = 0;
     const GradientBlock *conflict = find_conflict(block, placed, count);
@@ -2098,14 +2113,16 @@ static void place_gradient(GradientBlock *block, const GradientBlock *placed, si
     }
 }
 
-// Bytes per element of a row's output: log_softmax, which feeds the loss, stays 32-bit.
+// Returns the bytes per element of a row's output. That of log_softmax, which feeds the loss, stays
+// 32-bit.
 static size_t element_bytes_of(const Net *net, const Layer *l) {
     return l->kind == LOG_SOFTMAX ? sizeof(real) : net->kernels->element_bytes;
 }
 
 // same_memory_as[row] = the row whose memory the row's gradient shares, or the row itself. A row
-// that is computed in place or fused uses its input's gradient; so may a residual. Rows are visited
-// from the last one down, so same_memory_as[i] is final when it is copied.
+// that is computed in place or fused shares the memory of its gradient with its input; a sum may
+// share it with its residual. Rows are visited from the last one down, so same_memory_as[i] is
+// final when it is copied.
 static void find_shared_gradients(Net *net, size_t *same_memory_as) {
     for (size_t i = 0; i < net->layer_count; i++)
         same_memory_as[i] = i;
@@ -2208,9 +2225,9 @@ static void require_kernels(const Net *net, const Kernels *k, const char *table,
             kinds[kind].name, missing, table);
 }
 
-// Dies if the kernels lack the kind of a row. On a CPU, naive_kernels must always have it, since
-// the fast kernels call the definitions. Also dies if a row reads a log_softmax, whose output stays
-// 32-bit and whose backward pass does not add to another row's gradient.
+// Dies if the kernels cannot compute the kind of a row. On a CPU, naive_kernels must always have
+// the kind, since the fast kernels call the definitions. Also dies if a row reads a log_softmax,
+// whose output stays 32-bit and whose backward pass does not add to another row's gradient.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -2293,7 +2310,7 @@ static void make_normal(double pair[2]) {
 }
 
 // param = factor * x, where x is standard normal if `normal`, else uniform in [-1, 1). `tensor` is
-// the tensor's number, so that tensors differ.
+// the tensor's number; it gives each tensor different values.
 static void init_random(Net *net, real *param, size_t count, bool normal, real factor,
                         size_t tensor, uint64_t seed) {
     PARALLEL_FOR
@@ -2322,9 +2339,9 @@ static void init_ones(Net *net, real *param, size_t count) {
     net->device->copy(param, net->staging[0], count * sizeof(real));
 }
 
-/* Weights and biases are uniform within +-1 / sqrt(fan_in). The weights of a convolution without a
-   bias, which a BatchNorm follows, are normal with variance 2 / fan_out (He et al.,
-   arXiv:1502.01852). */
+/* Initializes a convolution or linear layer. Weights and biases are uniform within +-1 /
+   sqrt(fan_in). A convolution without a bias, which a BatchNorm follows, has normal weights with
+   variance 2 / fan_out (He et al., arXiv:1502.01852). */
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
@@ -2336,7 +2353,7 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
     init_random(net, bias, l->bias_count, false, bound, 2 * row + 1, seed);
 }
 
-// Weights and running variances are 1. Biases and running means are 0, as after allocation.
+// Sets weights and running variances to 1. Biases and running means stay 0, as allocated.
 static void init_batchnorm2d(Net *net, size_t row) {
     const Layer *l = &net->layers[row];
     init_ones(net, net->params + l->weight_offset, l->weight_count);
@@ -2359,13 +2376,14 @@ static void init_weights(Net *net, uint64_t seed) {
 
 // ---- Summary
 
-// Floating-point operations for one image, forward: 2 for each multiply-add with a weight
+// Returns the floating-point operations of a forward pass for one image: 2 for each multiply-add
+// with a weight.
 static double forward_flops(const Layer *l) {
     return kinds[l->kind].flops * (double)l->weight_count * (double)(l->out.h * l->out.w);
 }
 
-// The same for training: the forward pass, the gradient of the weights and, unless the row reads
-// the images, the gradient of the input
+// Returns the same for training: the forward pass, the gradient of the weights and, unless the row
+// reads the images, the gradient of the input.
 static double layer_training_flops(const Layer *l) {
     const double passes = l->input == 0 ? 2 : 3;
     return passes * forward_flops(l);
@@ -2394,7 +2412,7 @@ static void describe_layer(const Layer *l, char *text, size_t size) {
         snprintf(text, size, "%s", name);
 }
 
-// The table of layers, as the program prints it at its start
+// Prints the table of layers; the program does so at its start.
 static void print_summary(const Net *net) {
     int width = 7; // the width of the column of names
     for (size_t i = 0; i < net->layer_count; i++)
