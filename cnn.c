@@ -1087,8 +1087,7 @@ typedef struct Device {
     void (*synchronize)(void);
     void (*mark)(size_t i);                    // marks the end of what is queued so far
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
-    void (*wait)(size_t replica,
-                 size_t mark); // waits until that replica's device has passed the mark
+    void (*wait)(size_t replica, size_t mark); // waits until the replica's device passes mark
     /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
        copies to and from pinned memory. capture(false) returns them as a graph, which
        replay() queues. */
@@ -1097,7 +1096,7 @@ typedef struct Device {
     void (*free_graph)(void *graph);
     // in GFLOP/s, measured; a multiply-add is 2 operations; NAN if unknown
     double (*peak_gflops)(void);
-    // # PROF for Nsight: ends this thread's range at this level and the ranges inside it; then
+    // # PROF  for Nsight: ends this thread's range at this level and the ranges inside it; then
     // begins a range called `name`, unless that is NULL
     void (*nsight_range)(NsightLevel level, const char *name);
     void (*record)(bool on); // starts or stops Nsight's recording
@@ -1184,7 +1183,7 @@ static double now(void) {
 }
 
 /* How the program exits on an error: the first thread that calls die() ends the program, and
-   threads that fail meanwhile wait for that. */
+   threads that fail meanwhile wait for the end. */
 static void (*before_dying)(void);               // marks the run folder as failed
 static void (*exit_process)(int status) = _exit; // with MPI, ends the other ranks as well
 static bool dying;                               // whether a thread is ending the program
@@ -1964,8 +1963,8 @@ static bool is_output_disposable(const Net *net, size_t row) {
 
 /* Makes a convolution's kernels compute the max-pool that follows. The convolution's backward pass
    then includes that of the ReLU between the two. It also includes that of the ReLU before the
-   convolution, unless another row reads this ReLU. For example, in conv1 -> relu -> conv2 -> relu ->
-   pool, where both ReLUs have been fused:
+   convolution, unless another row reads this ReLU. For example, in conv1 -> relu -> conv2 -> relu
+   -> pool, where both ReLUs have been fused:
                                   conv1           conv2           conv2
                                   relu_backward   relu_backward   input_relu_backward
      before                       true            true            false
@@ -2070,7 +2069,7 @@ static bool may_share_gradient(const Net *net, size_t row) {
     if (writer == 0)
         return false; // the residual is the images, which have no gradient
     if (plans[net->layers[row].input].computed_by == writer)
-        return false; // `row` also reads the residual as its input, and would overwrite the sum's gradient
+        return false; // also its input, whose gradient would overwrite the sum's
     for (size_t i = row + 1; i < net->layer_count; i++)
         if (kernels_read_output_of(net, i, writer))
             return false;
@@ -2120,8 +2119,8 @@ static size_t element_bytes_of(const Net *net, const Layer *l) {
 }
 
 // same_memory_as[row] = the row whose memory the row's gradient shares, or the row itself. A row
-// that is computed in place or fused shares the memory of its gradient with its input; a sum may
-// share it with its residual. Rows are visited from the last one down, so same_memory_as[i] is
+// that is computed in place or fused shares this memory with its input's gradient; a sum may share
+// it with its residual's gradient. Rows are visited from the last one down, so same_memory_as[i] is
 // final when it is copied.
 static void find_shared_gradients(Net *net, size_t *same_memory_as) {
     for (size_t i = 0; i < net->layer_count; i++)
@@ -2339,9 +2338,9 @@ static void init_ones(Net *net, real *param, size_t count) {
     net->device->copy(param, net->staging[0], count * sizeof(real));
 }
 
-/* Initializes a convolution or linear layer. Weights and biases are uniform within +-1 /
-   sqrt(fan_in). A convolution without a bias, which a BatchNorm follows, has normal weights with
-   variance 2 / fan_out (He et al., arXiv:1502.01852). */
+/* Initializes a convolution or linear layer. Weights and biases are uniform in +-1 / sqrt(fan_in).
+   A convolution without a bias, which a BatchNorm follows, has normal weights with variance 2 /
+   fan_out (He et al., arXiv:1502.01852). */
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
@@ -2460,8 +2459,8 @@ static size_t model_lenet(Net *net, size_t x) {
     /* LAB 1.7 END */
 }
 
-// The network of PyTorch's CIFAR-10 tutorial, where --width 6, the default, is the number of
-// channels of its first convolution
+// The network of PyTorch's CIFAR-10 tutorial. --width, by default 6, sets the number of channels of
+// the first convolution.
 static size_t model_cifar(Net *net, size_t x) {
     x = maxpool2d(net, relu(net, conv2d(net, x, net->settings->width, 5, 1, 0)), 2, 2, 0);
     x = maxpool2d(net, relu(net, conv2d(net, x, 16, 5, 1, 0)), 2, 2, 0);
@@ -2473,11 +2472,12 @@ static size_t model_cifar(Net *net, size_t x) {
 
 /* ---- ResNets -----------------------------------------------------------------------------------
 
-   He et al., arXiv:1512.03385, with torchvision's names: a stem, stages of blocks, where every
-   stage but the first halves the image, and a linear layer on the mean of all pixels. */
+   He et al., arXiv:1512.03385, with torchvision's names. A ResNet is a stem, then stages of blocks,
+   then a linear layer on the mean of all pixels. Every stage but the first halves the image's
+   height and width. */
 
-// A convolution and the BatchNorm that follows it. The convolution has no bias, since the BatchNorm
-// has one.
+// Adds a convolution and the BatchNorm that follows it. The convolution has no bias, since the
+// BatchNorm has one.
 static size_t conv_bn(Net *net, size_t x, const char *prefix, const char *conv, const char *bn,
                       size_t channels, size_t kernel_size, size_t stride) {
     x = conv2d_bias(net, x, channels, kernel_size, stride, kernel_size / 2, false);
@@ -2485,7 +2485,7 @@ static size_t conv_bn(Net *net, size_t x, const char *prefix, const char *conv, 
     return set_row_name(net, x, prefix, bn);
 }
 
-// The block's input, or a 1 x 1 convolution of it where the block changes the shape.
+// Returns the block's input or, if the block changes the shape, a 1 x 1 convolution of it.
 static size_t shortcut(Net *net, size_t x, const char *prefix, size_t channels, size_t stride) {
     if (stride == 1 && net->layers[x].out.c == channels)
         return x;
@@ -2495,7 +2495,7 @@ static size_t shortcut(Net *net, size_t x, const char *prefix, size_t channels, 
 // Adds a residual block whose layers' names begin with `prefix`.
 typedef size_t Block(Net *net, size_t x, const char *prefix, size_t channels, size_t stride);
 
-// Two 3 x 3 convolutions
+// Adds a block of two 3 x 3 convolutions.
 static size_t basic_block(Net *net, size_t x, const char *prefix, size_t channels, size_t stride) {
     size_t y = relu(net, conv_bn(net, x, prefix, "conv1", "bn1", channels, 3, stride));
     y = conv_bn(net, y, prefix, "conv2", "bn2", channels, 3, 1);
@@ -2503,8 +2503,8 @@ static size_t basic_block(Net *net, size_t x, const char *prefix, size_t channel
     return relu(net, add(net, y, residual));
 }
 
-// A 1 x 1, a 3 x 3 and a 1 x 1 convolution. The second has the stride, as in torchvision ("ResNet
-// V1.5").
+// Adds a block of three convolutions: 1 x 1, 3 x 3 and 1 x 1. The second has the stride, as in
+// torchvision ("ResNet V1.5").
 static size_t bottleneck(Net *net, size_t x, const char *prefix, size_t channels, size_t stride) {
     size_t y = relu(net, conv_bn(net, x, prefix, "conv1", "bn1", channels, 1, 1));
     y = relu(net, conv_bn(net, y, prefix, "conv2", "bn2", channels, 3, stride));
@@ -2513,8 +2513,8 @@ static size_t bottleneck(Net *net, size_t x, const char *prefix, size_t channels
     return relu(net, add(net, y, residual));
 }
 
-// `blocks` holds the number of blocks in each stage, terminated by 0. The first stage has
-// `channels` channels, each later one twice as many as the one before.
+// Adds a ResNet. `blocks` holds the number of blocks in each stage, terminated by 0. The first
+// stage has `channels` channels; each later stage has twice as many as the stage before it.
 static size_t resnet(Net *net, size_t x, Block *add_block, const size_t *blocks, size_t channels) {
     const bool imagenet = net->settings->stem == STEM_IMAGENET;
     const size_t kernel_size = net->settings->stem == STEM_3 ? 3 : 7;
@@ -2567,10 +2567,12 @@ typedef struct Model {
     // the data set that synthetic images imitate in shape, classes and counts
     const char *synthetic_like;
     const char *defaults; // options that differ from the table in section 12, or NULL
-    // mean and standard deviation .5 in all channels, as in PyTorch's CIFAR-10 tutorial
+    // whether images are normalized with mean and standard deviation .5 in all channels, as in
+    // PyTorch's CIFAR-10 tutorial
     bool normalize_to_plus_minus_one;
-    bool logs_throughput; // log lines with images per second, as in the tutorial "Deep Learning at
-                          // Scale" of SC20; else those of PyTorch's MNIST example
+    // whether log lines show images per second, as in the tutorial "Deep Learning at Scale" of
+    // SC20; otherwise, they are those of PyTorch's MNIST example
+    bool logs_throughput;
 } Model;
 
 #define RESNET_MODEL(depth, dataset)                                                     \
@@ -2613,14 +2615,14 @@ static const Model *find_model(const char *name) {
     die(EXIT_USAGE, "no model %s", name); // not reached: the parser has checked the name
 }
 
-// Returns the shape of images that are enlarged to the height `resize`, a multiple of their own; 0
-// leaves them as they are.
+// Returns the shape of an image of shape s after --resize. `resize` is the new height, a multiple
+// of s.h, or 0, which leaves the image as it is.
 static Shape resized(Shape s, size_t resize) {
     const size_t factor = resize ? resize / s.h : 1;
     return (Shape){s.h * factor, s.w * factor, s.c};
 }
 
-// Fills the layer table.
+// Fills the layer table with the rows of a model.
 static void net_build(Net *net, const Model *model, const DatasetInfo *data,
                       const Settings *settings, const Kernels *kernels) {
     *net = (Net){.model = model->name, .settings = settings, .kernels = kernels};
@@ -2652,7 +2654,7 @@ static real *output(const Net *net, size_t row) {
     return (real *)(net->activations + net->row_plans[row].output);
 }
 
-// NULL for row 0: the gradient of the images is not needed.
+// Returns NULL for row 0: the gradient of the images is not needed.
 static real *doutput(const Net *net, size_t row) {
     if (row == 0)
         return NULL;
@@ -2687,7 +2689,8 @@ static void net_load(Net *net, const Batch *batch, double lr) {
 
 // ---- Marks and names of rows, for the instruments
 
-// With --zero-grad memset, backward begins with the zeroing of the gradients, as a row of its own.
+// Returns the number of an extra row: with --zero-grad memset, backward begins by zeroing the
+// gradients, which counts as a row.
 static size_t zero_grad_row(const Net *net) {
     return net->layer_count;
 }
@@ -2755,7 +2758,7 @@ static Work work_of(const Net *net, size_t i, size_t n, const RandomKey *key) {
                   .autotune = net->settings->autotune};
 }
 
-// Computes one row's output (=) and the rows that are fused into it. Under dp, a rank may
+// Computes the output (=) of a row and of the rows that are fused into it. Under dp, a rank may
 // have no images: n == 0.
 static void forward_row(const Net *net, size_t i, size_t n, const RandomKey *key) {
     const Kernels *k = net->kernels;
@@ -2778,7 +2781,7 @@ static void forward(Net *net, size_t n, const RandomKey *key) {
 }
 
 // Computes the gradients of one row's parameters (=) and of its inputs (=, or += if written[] says
-// that they hold a gradient already), and notes in written[] that these are written.
+// that they already hold a gradient). Records in written[] that the inputs' gradients are written.
 static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     const Kernels *k = net->kernels;
     const Layer *l = &net->layers[i];
@@ -2797,7 +2800,7 @@ static void backward_row(const Net *net, size_t i, size_t n, bool *written) {
     w.accumulate = written[l->input];
     written[l->input] = true;
     if (!w.din && l->weight_count == 0)
-        return; // it reads the images and has no parameters
+        return; // the row reads the images and has no parameters
     if (net->flops)
         net->flops[i] = k->flops(w);
     k->layers[l->kind].backward(w);
@@ -2832,12 +2835,14 @@ static double sum_of(const real *numbers, size_t n) {
     return sum;
 }
 
-// losses: of n images and, after them, 1 for each image that is classified correctly
+// Averages the losses of n images. After them, `losses` has 1 for each image that is classified
+// correctly, and 0 for the others.
 static BatchLoss average_losses(const real *losses, size_t n) {
     return (BatchLoss){sum_of(losses, n) / (double)n, sum_of(losses + n, n)};
 }
 
-// F.nll_loss() of the batch, and unless dlogp is NULL its gradient
+// F.nll_loss(): returns the loss of the batch and, unless dlogp is NULL, sets dlogp to its
+// gradient.
 static BatchLoss compute_loss(Net *net, size_t n, real *dlogp, double smoothing) {
     net->kernels->nll_loss(net->losses, net->losses + n, dlogp, output(net, last_row(net)),
                            net->labels, n, n * net->world, net->classes, smoothing,
@@ -2851,7 +2856,7 @@ static BatchLoss loss_and_gradient(Net *net, size_t n) {
     return compute_loss(net, n, doutput(net, last_row(net)), net->settings->label_smoothing);
 }
 
-// A training step on a single device, up to the gradients
+// Computes a training step on a single device, up to the gradients.
 static void compute_gradients(Net *net, size_t n) {
     forward(net, n, &net->step->key);
     loss_and_gradient(net, n);
@@ -2873,7 +2878,8 @@ static void store_predictions(const Net *net, const Batch *batch, double *predic
         predicted[position_of(batch->key, i)] = (double)most_likely(all + i * classes, classes);
 }
 
-// Returns whether the outputs of row i for n images are all finite. A fused row does not keep them.
+// Returns whether the outputs of row i for n images are all finite. Returns true for a fused row,
+// which does not keep its outputs.
 static bool is_output_finite(const Net *net, size_t i, size_t n) {
     if (!has_kernels(&net->row_plans[i]))
         return true;
@@ -2895,7 +2901,7 @@ static size_t first_nonfinite_row(const Net *net, size_t n) {
     return last_row(net);
 }
 
-// A loss that is not finite ends the run; the message names the first row whose output is not.
+// Dies if the loss is not finite. The message names the first row whose output is not finite.
 static void check_loss(const Net *net, const Batch *batch, BatchLoss loss) {
     char kind[64];
     if (isfinite(loss.mean))
@@ -2958,7 +2964,7 @@ static void sgd_naive(Update u) {
 
 // ---- The update of all parameters
 
-// The properties of an optimizer. The function that makes its update is in Kernels.
+// The properties of an optimizer. The function that performs its update is in Kernels.
 typedef struct Optimizer {
     double lr; // the default
     size_t state_count;
@@ -3021,9 +3027,9 @@ static void optimizer_step(const Net *net, real *state) {
         k->adjust_scale(net->loss_scale);
 }
 
-/* The learning rate of a step. Epochs and steps are counted from 0, and an epoch has `steps` steps.
-   In the warm-up, the rate grows with each step, up to lr in the last one. Then, after e more
-   epochs:
+/* Returns the learning rate of a step. Epochs and steps are counted from 0, and an epoch has
+   `steps` steps. In the warm-up, the rate grows with each step, up to lr in the warm-up's last
+   step. Then, after e more epochs, the rate is:
      step        lr * gamma^floor(e / step_size)                           StepLR
      cosine      lr * (1 + cos(pi * e / (epochs - warmup_epochs))) / 2     CosineAnnealingLR */
 static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t steps) {
@@ -3039,7 +3045,7 @@ static double learning_rate(const Settings *s, size_t epoch, size_t step, size_t
 
 // ---- The CPU
 
-// Does nothing: each thread that calls the kernels has threads of its own.
+// Does nothing, since each thread that calls the kernels has threads of its own.
 static void cpu_use(size_t replica, size_t number, void (*on_error)(int, const char *, ...)) {
     (void)replica, (void)number, (void)on_error;
 }
@@ -3130,7 +3136,7 @@ static RowMode fuse_nothing(const Layer *target, const Fusion *fused, const Laye
     return SEPARATE;
 }
 
-// A BatchNorm needs scales, a convolution its transposed weights.
+// Returns room for the scales of a BatchNorm, or for the transposed weights of a convolution.
 static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) {
     (void)fused, (void)n;
     if (l->kind == BATCHNORM2D)
@@ -3268,7 +3274,7 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
     DIE_BAD_FILE(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
 }
 
-// Dies unless the file can hold `expected` bytes, of `count` items.
+// Dies unless the file can hold the `expected` bytes of `count` items.
 static void check_file_size(const DataFile *f, size_t expected, size_t count) {
     enum { GZIP_RATIO = 1032 }; // gzip expands a byte to at most 1,032
     struct stat info;
@@ -3283,13 +3289,13 @@ static void check_file_size(const DataFile *f, size_t expected, size_t count) {
         DIE_BAD_FILE(f, "expected %zu bytes for %zu items, found %zu", expected, count, found);
 }
 
-/* Returns the first `kept` of `count` records and closes the file. The other records are read as
-   well, since the file's whole length is checked. */
+/* Returns the first `kept` of a file's `count` records and closes the file. It also reads the other
+   records, to check the length of the whole file. */
 static uint8_t *read_records(DataFile *f, size_t header, size_t bytes, size_t count, size_t kept) {
     const size_t expected = header + count * bytes; // at most 10^7 records: cannot overflow
     check_file_size(f, expected, count); // before memory is allocated for what the header claims
     uint8_t *records = must_alloc(kept * bytes, "images");
-    uint8_t skipped[bytes]; // a record
+    uint8_t skipped[bytes]; // one record
     for (size_t i = 0; i < kept; i++)
         read_exactly(f, records + i * bytes, bytes, header + i * bytes, expected);
     for (size_t i = kept; i < count; i++)
@@ -3337,7 +3343,7 @@ static size_t idx_count(const DataFile *f, const uint8_t *header) {
     return count;
 }
 
-// Keeps at most `limit` images. Returns the number of images in the file.
+// Reads images and keeps at most `limit` of them. Returns the number of images in the file.
 static size_t read_idx_images(Dataset *data, DataFile *f, size_t limit) {
     const Shape expected = data->info->shape;
     uint8_t header[16];
@@ -3353,7 +3359,7 @@ static size_t read_idx_images(Dataset *data, DataFile *f, size_t limit) {
     return count;
 }
 
-// Keeps at most `limit` labels. Returns the number of labels in the file.
+// Reads labels and keeps at most `limit` of them. Returns the number of labels in the file.
 static size_t read_idx_labels(Dataset *data, DataFile *f, size_t limit) {
     uint8_t header[8];
     read_exactly(f, header, sizeof header, 0, sizeof header);
@@ -3363,7 +3369,7 @@ static size_t read_idx_labels(Dataset *data, DataFile *f, size_t limit) {
     return count;
 }
 
-// Reads the data set of two IDX files, the images and the labels.
+// Reads a data set from two IDX files: one with the images, one with the labels.
 static void read_idx_set(Dataset *data, const char *dir, Split split, size_t limit) {
     const DatasetInfo *info = data->info;
     const char *const *files = info->files[split];
@@ -3378,8 +3384,9 @@ static void read_idx_set(Dataset *data, const char *dir, Split split, size_t lim
         check_label(&labels, data->labels[i], info->classes, i);
 }
 
-/* CIFAR's files are records of a label and 3 x 32 x 32 bytes, channel by channel. CIFAR-100 has two
-   labels: a coarse one of 20 classes, then the fine one, which is used. */
+/* CIFAR's files consist of records: a label, then 3 x 32 x 32 bytes, channel by channel. In
+   CIFAR-100, a record has two labels: first a coarse one of 20 classes, then the fine one, which is
+   used. */
 enum { CIFAR_AREA = 32 * 32, CIFAR_COARSE = 20 };
 
 // Appends the image of a record to the data set: image[pixel][channel] = bytes[channel][pixel].
@@ -3392,11 +3399,11 @@ static void append_cifar(Dataset *data, uint8_t label, const uint8_t *bytes) {
     data->count++;
 }
 
-// Appends the records of a file, `count` in all, to the data set, until it has `limit` images.
+// Appends the `count` records of a file to the data set, until the set has `limit` images.
 static void read_cifar_file(Dataset *data, const char *dir, const char *file, size_t count,
                             size_t limit) {
     const DatasetInfo *info = data->info;
-    const bool has_coarse_label = info->classes == 100; // CIFAR-100: before the label
+    const bool has_coarse_label = info->classes == 100; // CIFAR-100: before the fine label
     const size_t labels = has_coarse_label ? 2 : 1;
     const size_t record_size = labels + 3 * CIFAR_AREA;
     DataFile f;
@@ -3414,7 +3421,7 @@ static void read_cifar_file(Dataset *data, const char *dir, const char *file, si
     free(records);
 }
 
-// Reads the data set of CIFAR's files, which all hold the same number of records.
+// Reads a data set from CIFAR's files, which all hold the same number of records.
 static void read_cifar_set(Dataset *data, const char *dir, Split split, size_t limit) {
     const DatasetInfo *info = data->info;
     const char *const *files = info->files[split];
@@ -3475,7 +3482,7 @@ static const DatasetInfo *find_dataset_info(const char *name) {
 
 // Returns a data set as a model sees it. Synthetic images look like the images of the data set that
 // the model's synthetic_like names. Images with three channels have mean and std .5 if they are
-// synthetic or the model says so.
+// synthetic or the model asks for it.
 static DatasetInfo dataset_for(const Model *model, const char *name) {
     const bool synthetic = strcmp(name, "synthetic") == 0;
     const char *source = synthetic ? model->synthetic_like : name;
@@ -3493,13 +3500,14 @@ static DatasetInfo dataset_for(const Model *model, const char *name) {
 }
 
 /* Synthetic images, for machines without data. Each class has a glyph, a patch of waves drawn from
-   Philox. An image shows the glyph of its class, dark or bright, near its middle, with noise and a
+   Philox. An image shows the glyph of its class, dark or bright, near the middle, with noise and a
    fainter glyph of a random class. Since a glyph and its negative mean the same class, no linear
    model can separate the classes; convolutions and ReLUs can. --seed does not change the images. */
 enum { GLYPH_SIZE = 14, WAVES = 3, SHIFT = 2 };
 static const uint64_t synthetic_seed = 2022;
 
-// Returns the value as a byte, limited to 0 to 255. gcc vectorizes selects, but not fminf().
+// Returns the value as a byte, limited to the range from 0 to 255. gcc vectorizes selects, but not
+// fminf().
 static uint8_t to_byte(float value) {
     const float not_negative = value < 0 ? 0 : value;
     const float limited = not_negative > 255 ? 255 : not_negative;
@@ -3531,8 +3539,8 @@ static void draw_glyph(float glyph[], size_t label, size_t channels) {
 }
 
 /* pixels += strength * the glyph of a random class, shifted from the middle by at most SHIFT. The
-   strength is contrast or, with equal probability, -contrast. Returns the class. `index` is
-   the image's number; `which` is 0 for the distractor and 1 for the glyph of its class. */
+   strength is contrast or, with equal probability, -contrast. Returns the class. `index` is the
+   image's number; `which` is 0 for the distractor and 1 for the glyph of the image's class. */
 static size_t add_glyph(float *pixels, const float *glyphs, const DatasetInfo *info, uint32_t index,
                         uint32_t which, float contrast) {
     const Shape s = info->shape;
@@ -3550,7 +3558,7 @@ static size_t add_glyph(float *pixels, const float *glyphs, const DatasetInfo *i
     return label;
 }
 
-// Draws image number `index`: gray, two glyphs and noise.
+// Draws image number `index`: two glyphs and noise on gray.
 static void draw_synthetic(uint8_t *out, uint8_t *label, const float *glyphs,
                            const DatasetInfo *info, uint32_t index) {
     const size_t size = shape_size(info->shape);
@@ -3594,7 +3602,8 @@ static bool has_dataset(const char *dir, const char *name) {
     return data_path(path, dir, find_dataset_info(name)->files[0][0]);
 }
 
-// --data DIR: sets dir to DIR/NAME or, if the files are not there, to DIR.
+// With --data DIR: sets dir to DIR/NAME or, if the files are not there, to DIR. Returns whether dir
+// has them.
 static bool find_in_data_option(char dir[PATH_SIZE], const char *name, const char *data_option) {
     join_path(dir, data_option, name);
     if (!has_dataset(dir, name))
@@ -3630,8 +3639,8 @@ static void free_dataset(Dataset *data) {
    the batches depend on the permutation alone: W changes only how long the loop waits. Threads and
    memory are created once, before the first step. */
 
-/* Makes a different variant of an image in each epoch. Its random numbers depend on (seed, epoch,
-   position in the epoch), so any worker makes the same variant. */
+/* Makes a different variant of an image in each epoch. The random numbers depend only on (seed,
+   epoch, position in the epoch), so any worker makes the same variant. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
 static bool is_in_image(Shape s, ptrdiff_t y, ptrdiff_t x) {
@@ -3640,7 +3649,7 @@ static bool is_in_image(Shape s, ptrdiff_t y, ptrdiff_t x) {
     return row_inside && column_inside;
 }
 
-// Returns a byte of an image. Pixels outside of it are black.
+// Returns a byte of an image. Pixels outside the image are black.
 static uint8_t byte_at(const uint8_t *image, Shape s, ptrdiff_t y, ptrdiff_t x, size_t c) {
     if (!is_in_image(s, y, x))
         return 0;
@@ -3706,8 +3715,8 @@ static void draw_field(float *field, Shape s, uint32_t first_counter, const Rand
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
-   alpha = 34 pixels, with bilinear interpolation. fmaf() is used so that no compiler chooses
-   whether to fuse a multiply-add: CPU and GPU produce the same bytes. */
+   alpha = 34 pixels, with bilinear interpolation. fmaf() leaves no compiler the choice of whether
+   to fuse a multiply-add, so CPU and GPU produce the same bytes. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     size_t pixels = s.h * s.w;
     float field[2][pixels]; // displacements in y and in x
@@ -3744,22 +3753,22 @@ typedef struct Consumer {
     bool pinned;   // batches are in pinned memory
     bool resident; // the data set is on the device, which builds the batches
     size_t rank;   // this rank
-    size_t ranks;  // how many ranks divide the positions of an epoch; 1 if one loads for all
-    size_t resize; // as --resize
+    size_t ranks;  // how many ranks divide an epoch's positions; 1 if one rank loads for all
+    size_t resize; // the height of --resize, or 0
 } Consumer;
 
 // The loader of a data set: its ring of batches and the workers that fill them.
 typedef struct Loader {
     const Dataset *data;
     Consumer consumer;
-    Shape shape;      // the images in a batch have it
+    Shape shape;      // of the images in a batch
     Augment *augment; // NULL leaves images as they are
     size_t batch_size;
     real normalized[3][256]; // (byte / 255 - mean) / std, by channel
     // the epoch
     uint32_t *order;    // its permutation: order[position] = image
     size_t rank_images; // how many of its images are this rank's
-    RandomKey key;      // its seed and number, and this rank's positions
+    RandomKey key;      // the seed, the epoch's number and this rank's positions
     // the ring
     size_t slots;
     size_t slot_size; // elements of a slot's images, with padding for vector loads past their end
@@ -3782,10 +3791,10 @@ typedef struct Loader {
     pthread_t *threads;
     size_t workers_started; // gives each worker its number
     size_t uploaded;        // bytes copied to the device
-    size_t upload_ns;       // how long that took
+    size_t upload_ns;       // how long these copies took, in ns
 } Loader;
 
-// Channel c of a pixel between four pixels of an image
+// Returns channel c of a pixel that lies between four pixels of an image.
 static real interpolate(const real *image, Shape s, Neighbors rows, Neighbors columns, size_t c) {
     float sum = 0;
     for (size_t i = 0; i < 4; i++) {
@@ -3854,8 +3863,8 @@ static void fill_batch(const Loader *loader, Batch *batch, size_t number) {
     }
 }
 
-// Fills the slot of batch `number` and copies it to the device, which keeps computing meanwhile. It
-// is called without the lock, so that several workers can make batches at once.
+// Fills the slot of batch `number` and copies it to the device, which keeps computing meanwhile.
+// The caller does not hold the lock, so several workers can make batches at once.
 static void make_batch(Loader *loader, size_t number, size_t worker) {
     Batch *slot = &loader->ring[number % loader->slots];
     const Consumer *consumer = &loader->consumer;
@@ -3902,7 +3911,8 @@ static void *loader_worker(void *argument) {
     return NULL;
 }
 
-// Returns the bytes of an epoch's order: of all images, and of those that order_epoch() repeats.
+// Returns the size in bytes of an epoch's order, which lists all images and then those that
+// order_epoch() repeats.
 static size_t order_bytes(const Loader *loader) {
     return (loader->data->count + loader->consumer.ranks - 1) * sizeof *loader->order;
 }
@@ -3941,8 +3951,8 @@ static void loader_plan(Loader *loader, const Dataset *data, size_t batch_size, 
     }
 }
 
-// Copies the data set to the device. Its pointers are to const, since kernels only read it; this
-// function fills it.
+// Copies the data set to the device. The pointers in DeviceDataset are to const, since kernels only
+// read the data; the casts remove the const.
 static void make_resident(Loader *loader) {
     const Dataset *data = loader->data;
     const Device *d = loader->consumer.device;
@@ -3989,8 +3999,8 @@ static void loader_init(Loader *loader) {
         start_thread(&loader->threads[w], loader_worker, loader, "a loader worker");
 }
 
-// Fisher-Yates, in which the remainder of 64 random bits is practically uniform. Draw i depends
-// only on seed, epoch and i.
+// Shuffles an order (Fisher-Yates). The remainder of 64 random bits is practically uniform. Draw i
+// depends only on seed, epoch and i.
 static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) {
     for (size_t remaining = count; remaining > 1; remaining--) {
         uint32_t r[4];
@@ -4006,10 +4016,10 @@ static void shuffle(uint32_t *order, size_t count, uint64_t seed, size_t epoch) 
 
 enum { TEST_EPOCH = 0 }; // training counts its epochs from 1
 
-/* Orders the images of an epoch and sets this rank's share of them. Images are shuffled for
-   training; a test keeps the order of the file. Rank r of N has the positions r, r + N, ... In
-   training, the first images are repeated at the end, so that all ranks have the same number (as in
-   PyTorch's DistributedSampler). */
+/* Orders the images of an epoch and sets this rank's share of them. In training, the images are
+   shuffled; in a test, they keep their order in the file. Rank r of N has the positions r, r + N,
+   ... In training, the first images are repeated at the end, so that all ranks have the same number
+   of images (as in PyTorch's DistributedSampler). */
 static void order_epoch(Loader *loader, uint64_t seed, size_t epoch) {
     const size_t count = loader->data->count, rank = loader->consumer.rank,
                  ranks = loader->consumer.ranks;
@@ -4028,15 +4038,15 @@ static void order_epoch(Loader *loader, uint64_t seed, size_t epoch) {
     /* LAB 8.2 END */
 }
 
-// Stops the workers from starting new batches and waits for those in progress. The caller has the
+// Stops the workers from starting new batches and waits for those in progress. The caller holds the
 // lock.
 static void pause_workers(Loader *loader) {
-    loader->batches = loader->started; // no worker begins another batch, if an epoch ended early
+    loader->batches = loader->started; // if the epoch ends early, no worker begins another
     while (loader->busy > 0)
         pthread_cond_wait(&loader->changed, &loader->lock);
 }
 
-// Starts an epoch at its batch number `first`.
+// Starts an epoch with its batch number `first`.
 static void loader_start(Loader *loader, uint64_t seed, size_t epoch, size_t first) {
     pthread_mutex_lock(&loader->lock);
     pause_workers(loader);
