@@ -4095,21 +4095,21 @@ static void loader_free(Loader *loader) {
 /* ==== 10. Data parallelism =======================================================================
 
    N replicas of the network train together. Each has a rank, 0 to N - 1, and computes on its own
-   device, driven by a thread of this process (--gpus, --replicas) or by a process (MPI).
+   device, driven by a thread of this process (--gpus, --replicas) or by a process of its own (MPI).
 
      ddp   each rank loads its share of the batch and computes a gradient from it. A ring all-reduce
            adds the gradients, bucket by bucket, while backward goes on to earlier layers.
            All ranks make the same update.
-     dp    rank 0, the master, loads the batch, scatters images and broadcasts parameters, gathers
-           the outputs, computes the loss, reduces the gradients and makes the update, while the
-           others wait.
+     dp    rank 0, the master, loads the batch, scatters its images and broadcasts the parameters.
+           All ranks compute outputs and gradients. The master gathers the outputs, computes the
+           loss, reduces the gradients and makes the update; meanwhile the other ranks wait.
 
-   Apart from rounding, N devices make the same update as one device with the whole batch:
-   together the shares are that batch, the random numbers of an image depend only on its position
-   in the epoch, and the loss is the mean over the whole batch. (If N does not divide the data,
-   ddp's last batch repeats some images, as PyTorch's does.) BatchNorm alone sees only a rank's
-   share; rank 0's running statistics are kept. A sum adds its terms in a fixed order, around the
-   ring or, under dp, by rank: the same N gives the same bits. */
+   Apart from rounding, N devices make the same update as one device with the whole batch: the
+   shares add up to that batch, the random numbers for an image depend only on its position in the
+   epoch, and the loss is the mean over the whole batch. (If N does not divide the number of images,
+   ddp's last batch repeats some of them, as PyTorch's does.) Only BatchNorm differs: it normalizes
+   each rank's share by itself, and rank 0's running statistics are kept. Each sum adds its terms in
+   a fixed order, around the ring or, under dp, by rank, so the same N gives the same bits. */
 
 // The ranks that are threads of this process.
 typedef struct Team {
@@ -4117,8 +4117,8 @@ typedef struct Team {
     pthread_cond_t changed;
     struct Communicator *comms[MAX_REPLICAS]; // by rank
     size_t arrivals[MAX_REPLICAS];            // how many barriers each rank has reached
-    // For dp: the master's batch, and the outputs, gradients and losses of all its images, laid out
-    // as in a network
+    // For dp: the master's batch, and for all of its images the outputs, gradients and losses, laid
+    // out as in a network
     const Batch *batch;
     real *logp, *dlogp;
     real *losses, *host_losses;
@@ -4129,7 +4129,7 @@ typedef struct Communicator {
     size_t rank;  // 0 to world - 1
     size_t world; // the number of ranks
     size_t device_number;
-    size_t replica;  // its number within this process
+    size_t replica;  // the number of this rank within its process
     size_t replicas; // how many ranks this process has
     const Settings *settings;
     Team *team; // NULL if the ranks are processes
@@ -4137,25 +4137,25 @@ typedef struct Communicator {
     Net *net;
     Loader *loader;
     const void *published;              // what other ranks may read after a barrier
-    real *buffer;                       // on a GPU: for what is received
+    real *buffer;                       // on a GPU: receives other ranks' numbers
     void *send_buffer, *receive_buffer; // MPI: in host memory
-    Batch batch; // dp: this rank's images of the master's batch, with the labels of all
+    Batch batch; // dp: this rank's images of the master's batch, and the labels of the whole batch
     // For ddp: the thread that adds up gradients during backward
     Range buckets[MAX_BUCKETS]; // ranges of gradients, in the order in which backward finishes them
     size_t bucket_count;
-    size_t buckets_ready; // how many of them backward has finished in this step
-    size_t buckets_done;  // how many of these have been summed over the ranks
+    size_t buckets_ready; // how many buckets backward has finished in this step
+    size_t buckets_done;  // how many buckets have been summed over the ranks
     bool quit;            // asks the thread to end
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    double seconds;    // the time of communication since the last step
-    double bytes_sent; // since the last step; under dp, sent or received
+    double seconds;    // the time spent on communication since the last step
+    double bytes_sent; // since the last step; under dp, the bytes that this rank has copied
     MemoryPlan plan;
 } Communicator;
 
-// Ranks wait in intervals of this many seconds. However long this process is stopped, for example
-// by Ctrl-Z, that counts as one interval towards --timeout.
+// Ranks wait in intervals of this many seconds. If this process is stopped, for example by Ctrl-Z,
+// the stop counts as one interval toward --timeout, however long it lasts.
 static const double wait_interval = .1;
 
 static _Noreturn void die_timeout(const Communicator *c, size_t awaited) {
@@ -4168,7 +4168,8 @@ static _Noreturn void die_timeout(const Communicator *c, size_t awaited) {
 #ifdef CNN_MPI
 #include <mpi.h>
 
-// How die() ends the program under MPI: otherwise, the other ranks would wait for this one forever.
+// Ends all ranks. die() calls it under MPI, since otherwise the other ranks would wait for this
+// one.
 static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
 }
@@ -4177,7 +4178,8 @@ static void finalize_mpi(void) {
     MPI_Finalize();
 }
 
-// Initializes MPI; sets rank, world and device_number. Ranks of a machine have devices 0, 1, ...
+// Initializes MPI; sets rank, world and device_number. The ranks on one machine get the devices 0,
+// 1, ...
 static void start_mpi(Communicator *c) {
     int provided, rank, world, device;
     MPI_Comm machine;
@@ -4234,7 +4236,7 @@ static _Noreturn void start_mpi(const Communicator *c) {
            "clean && make");
 }
 
-// Not reached
+// Is never called, since start_mpi() dies.
 static const void *mpi_exchange(Communicator *c, const void *send, size_t bytes, size_t expected) {
     (void)c, (void)bytes, (void)expected;
     return send;
@@ -4250,8 +4252,8 @@ static size_t launched_processes(void) {
     return count;
 }
 
-// If mpirun or srun has started this process as one of several, initializes MPI, sets rank, world
-// and device_number, and returns true.
+// Returns whether mpirun or srun has started this process as one of several. If so, initializes MPI
+// and sets rank, world and device_number.
 static bool join_mpi(Communicator *c) {
     const bool launched =
         getenv("OMPI_COMM_WORLD_RANK") || getenv("PMI_RANK") || getenv("PMIX_RANK");
@@ -4282,7 +4284,7 @@ static void team_init(Team *t) {
     pthread_mutex_init(&t->lock, NULL);
 }
 
-// Waits for a change of the team, at most wait_interval seconds. Returns whether there was none.
+// Waits for a change of the team, at most wait_interval seconds. Returns whether the time ran out.
 static bool team_wait_timed_out(Team *t) {
     const double end = now() + wait_interval;
     const struct timespec until = {(time_t)end, (long)(1e9 * (end - floor(end)))};
@@ -4290,7 +4292,7 @@ static bool team_wait_timed_out(Team *t) {
 }
 
 // Waits until all ranks of the team have arrived; after --timeout dies, naming one that has not.
-// Without a team it does nothing: processes wait for each other's messages instead.
+// Does nothing without a team: processes wait for each other's messages instead.
 static void team_barrier(Communicator *c) {
     Team *t = c->team;
     if (!t)
@@ -4320,8 +4322,9 @@ static bool uses_nccl(const Communicator *c) {
     return is_built_in && is_process && has_own_gpu;
 }
 
-/* One step around the ring: sends data[send] to the right neighbor; stores what the left neighbor
-   sends in data[receive], or adds it if `add`. Threads read from the left neighbor's memory. */
+/* Makes one step around the ring: sends data[send] to the right neighbor and receives data[receive]
+   from the left neighbor. What is received replaces the rank's own numbers or, if `add`, is added
+   to them. Threads send nothing: each reads from the memory of its left neighbor. */
 static void ring_step(Communicator *c, real *data, Range send, Range receive, bool add) {
     const real *from;
     if (c->team) {
@@ -4338,9 +4341,9 @@ static void ring_step(Communicator *c, real *data, Range send, Range receive, bo
 }
 
 /* data[range] = its sum over all ranks, with the same bits on each: world - 1 steps of a
-   reduce-scatter, then world - 1 of an all-gather. Each rank sends 2 (world - 1) / world of the
-   range: less than twice the range, however many ranks there are. (Patarasuk, Yuan, "Bandwidth
-   optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
+   reduce-scatter, then world - 1 steps of an all-gather. Each rank sends 2 (world - 1) / world
+   times the size of the range: less than twice its size, however many ranks there are. (Patarasuk,
+   Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.) */
 static void all_reduce(Communicator *c, real *data, Range range) {
     const size_t n = c->world;
     const size_t rank_plus_2n = c->rank + 2 * n; // so that subtracting a step never wraps around
@@ -4362,7 +4365,7 @@ static void all_reduce(Communicator *c, real *data, Range range) {
     team_barrier(c); // the right neighbor may still be reading
 }
 
-// The same sum, computed by NCCL, which sends as many bytes as the ring
+// Computes the same sum with NCCL, which sends as many bytes as the ring.
 static void nccl_all_reduce(Communicator *c, real *data, Range range) {
     const size_t n = c->world, left = (c->rank + n - 1) % n;
     c->bytes_sent += 2. * (double)((n - 1) * range.count * sizeof *data) / (double)n;
@@ -4372,7 +4375,8 @@ static void nccl_all_reduce(Communicator *c, real *data, Range range) {
         die_timeout(c, left);
 }
 
-// Copies rank 0's data to all ranks, around the ring: in step s, rank s sends it to rank s + 1.
+// Copies rank 0's data to all ranks, around the ring: in step s, rank s sends the data to rank s +
+// 1.
 static void broadcast(Communicator *c, real *data, size_t count) {
     const Range all = {0, count};
     c->published = data;
@@ -4387,18 +4391,19 @@ static void broadcast(Communicator *c, real *data, size_t count) {
     team_barrier(c);
 }
 
-// The bytes of a message of gather_around_ring(). comm_plan() adds them to each buffer, so that a
-// message fits even if the network is tiny.
+// The most bytes that gather_around_ring() sends in one message. comm_plan() adds them to each
+// buffer, so that a message fits even if the network is tiny.
 enum { GATHER_CHUNK = 4096 };
 
-// Threads of one process read the other ranks' bytes where they are.
+// Copies the other ranks' bytes directly from their memory, since the ranks are threads of one
+// process.
 static void gather_from_team(Communicator *c, char *all, size_t bytes) {
     for (size_t r = 0; r < c->world; r++)
         if (r != c->rank)
             memcpy(all + r * bytes, (const char *)c->team->comms[r]->published + r * bytes, bytes);
 }
 
-// Processes pass the bytes around the ring, in chunks.
+// Passes the bytes around the ring of processes, in chunks.
 static void gather_around_ring(Communicator *c, char *all, size_t bytes) {
     const size_t n = c->world;
     for (size_t step = 1; step < n; step++) {
@@ -4425,7 +4430,7 @@ static void all_gather(Communicator *c, void *all, size_t bytes) {
 
 // ---- ddp
 
-// Adds up each bucket when it is ready, while backward fills the next.
+// Sums each bucket over the ranks when it is ready, while backward fills the next one.
 static void *comm_thread(void *argument) {
     Communicator *c = argument;
     pthread_mutex_lock(&c->lock);
@@ -4454,8 +4459,8 @@ static void *comm_thread(void *argument) {
     return NULL;
 }
 
-// backward() calls this when the gradients at offset `first` and above are complete. `context` is
-// the rank's Communicator.
+// Marks buckets as ready. backward() calls it when the gradients at offset `first` and above are
+// complete. `context` is the rank's Communicator.
 static void gradients_ready(void *context, size_t first) {
     Communicator *c = context;
     pthread_mutex_lock(&c->lock);
@@ -4474,8 +4479,8 @@ static void add_bucket(Communicator *c, size_t first, size_t end) {
     c->bucket_count++;
 }
 
-// Divides the gradients into buckets, the last layer first. The first bucket is small, so that
-// communication begins early (as in PyTorch).
+// Divides the gradients into buckets, starting with those of the last layer. The first bucket is
+// small, so that communication begins early (as in PyTorch).
 static void plan_buckets(Communicator *c) {
     const Net *net = c->net;
     double limit = fmin(1, c->settings->bucket_mb);
@@ -4496,8 +4501,8 @@ static void plan_buckets(Communicator *c) {
 
 // ---- dp
 
-// to = from or, if add, to += from. Counts every copy as communication, also the master's of its
-// own images and outputs.
+// to = from or, if add, to += from. Counts every copy as communication, including those that the
+// master makes of its own images and outputs.
 static void dp_receive(Communicator *c, real *to, const real *from, size_t count, bool add) {
     double begin = now();
     c->net->device->receive(c->device_number, to, from, count, add, c->buffer);
@@ -4520,7 +4525,7 @@ static Range dp_share(const Communicator *c, size_t rank) {
     return (Range){first, min_size(images_per_rank, n - first)};
 }
 
-// Returns this rank's share of the master's next batch. The epoch must have one.
+// Returns this rank's share of the master's next batch. The epoch must have a batch left.
 static const Batch *dp_next(Communicator *c) {
     Team *t = c->team;
     if (c->rank == 0)
@@ -4535,7 +4540,7 @@ static const Batch *dp_next(Communicator *c) {
     return &c->batch;
 }
 
-// Copies this rank's images of the master's batch, and the master's parameters.
+// Copies this rank's images from the master's batch, and the master's parameters.
 static void dp_load(Communicator *c, double lr) {
     Net *net = c->net;
     const Shape image_shape = net->layers[0].out;
@@ -4554,7 +4559,7 @@ static void dp_load(Communicator *c, double lr) {
     }
 }
 
-// The master computes the loss of the whole batch, and its gradient.
+// Computes on the master the loss of the whole batch, and the gradient of that loss.
 static void master_loss(Communicator *c) {
     Team *t = c->team;
     Net *net = c->net;
@@ -4564,9 +4569,9 @@ static void master_loss(Communicator *c) {
     net->device->copy(t->host_losses, t->losses, 2 * n * sizeof(real));
 }
 
-// Gathers the outputs of all ranks on the master, which computes the loss, and fetches this rank's
-// share of its gradient. Returns the mean loss of the whole batch, and the number of images of this
-// rank's share that are classified correctly.
+// Copies this rank's outputs to the master, which computes the loss from the outputs of all ranks;
+// then fetches this rank's share of the gradient of the loss. Returns the mean loss of the whole
+// batch, and how many images of this rank's share are classified correctly.
 static BatchLoss dp_loss(Communicator *c) {
     Team *t = c->team;
     Net *net = c->net;
@@ -4585,7 +4590,7 @@ static BatchLoss dp_loss(Communicator *c) {
                        sum_of(correct, images.count)};
 }
 
-// The master adds up the gradients of the ranks that had an image.
+// Adds up, on the master, the gradients of the ranks that had an image.
 static void add_gradients(Communicator *c) {
     for (size_t r = 1; r < c->world; r++)
         if (dp_share(c, r).count > 0)
@@ -4621,14 +4626,14 @@ static void load_batch(Communicator *c, const Batch *batch, double lr) {
         net_load(c->net, batch, lr);
 }
 
-// loss = F.nll_loss(...). Also sets the gradient of the last row, from which backward() starts.
+// loss = F.nll_loss(...). Also sets the gradient of the last row, with which backward() starts.
 static BatchLoss batch_loss(Communicator *c, const Batch *batch) {
     if (c->dp)
         return dp_loss(c);
     return loss_and_gradient(c->net, batch->n);
 }
 
-// Returns once the gradients of the whole batch have been summed: on all ranks, or on dp's master.
+// Completes the sums of the gradients of the whole batch: on all ranks or, under dp, on the master.
 static void reduce_gradients(Communicator *c) {
     if (c->dp) {
         dp_reduce(c);
@@ -4636,7 +4641,7 @@ static void reduce_gradients(Communicator *c) {
     }
     if (c->bucket_count == 0) // a single device
         return;
-    gradients_ready(c, 0); // buckets not yet reported: all of them, with --overlap off
+    gradients_ready(c, 0); // the buckets not yet reported; with --overlap off, all of them
     pthread_mutex_lock(&c->lock);
     while (c->buckets_done < c->bucket_count)
         pthread_cond_wait(&c->changed, &c->lock);
@@ -4645,7 +4650,7 @@ static void reduce_gradients(Communicator *c) {
     pthread_mutex_unlock(&c->lock);
 }
 
-// Before a test, gives all ranks rank 0's running statistics and, under dp, its parameters.
+// Gives all ranks, before a test, rank 0's running statistics and, under dp, its parameters.
 static void broadcast_for_test(Communicator *c) {
     Net *net = c->net;
     net->device->synchronize();
@@ -4653,10 +4658,11 @@ static void broadcast_for_test(Communicator *c) {
     if (c->dp)
         broadcast(c, net->params, net->param_size);
     refresh_params16(net);
-    c->bytes_sent = 0; // this did not belong to a step
+    c->bytes_sent = 0; // the broadcasts do not belong to a step
 }
 
-// sums[i] = its sum over all ranks, in the order of ranks. `all` is a buffer for all ranks' sums.
+// sums[i] = the sum of the ranks' sums[i], added in the order of the ranks. `all` has room for the
+// sums of all ranks.
 static void sum_over_ranks(Communicator *c, double *sums, size_t count, double *all) {
     memcpy(all + c->rank * count, sums, count * sizeof *sums);
     all_gather(c, all, count * sizeof *sums);
@@ -4680,7 +4686,8 @@ static void require_equal_on_ranks(Communicator *c, const char *what, uint64_t h
                 r, what);
 }
 
-// The master of dp computes the loss of the whole batch, of `images` images.
+// Plans the memory in which dp's master computes the loss of the whole batch, which has `images`
+// images.
 static void plan_master(Communicator *c, size_t images) {
     const size_t output_bytes = images * c->net->classes * sizeof(real);
     Team *t = c->team;
@@ -4714,7 +4721,7 @@ static void comm_plan(Communicator *c, Net *net, Loader *loader) {
         plan_master(c, loader->batch_size);
 }
 
-// With ddp on several ranks, prepares to sum gradients: joins NCCL's group, plans the buckets and
+// Prepares to sum gradients, with ddp on several ranks: joins NCCL's group, plans the buckets and
 // starts the thread.
 static void comm_start(Communicator *c) {
     if (c->world == 1 || c->dp)
@@ -4751,13 +4758,13 @@ static void comm_free(Communicator *c) {
 
 /* ==== 11. Checkpoints ============================================================================
 
-   A safetensors file: the length of the header (8 bytes, little-endian), the header as JSON, then
-   the values of all tensors. Names, shapes and layouts follow PyTorch's state_dict():
-   a convolution's weight is [out][in][row][column], a linear layer's [out][in], where `in` counts
-   channel, row, column, the order in which PyTorch flattens an image. A checkpoint also holds the
-   optimizer's state and, as metadata, the position of the run and the settings that determine its
-   result. A file that cnn writes ends its metadata with a checksum, of the preceding metadata and
-   of all values; files that PyTorch writes have none. */
+   A safetensors file holds the length of the header (8 bytes, little-endian), the header as JSON,
+   then the values of all tensors. Names, shapes and layouts follow PyTorch's state_dict():
+   a convolution's weight is [out][in][row][column], a linear layer's is [out][in], where `in` runs
+   over channels, then rows, then columns, the order in which PyTorch flattens an image.
+   A checkpoint also holds the optimizer's state and, as metadata, the position of the run and the
+   settings that determine its result. In a file that cnn writes, the metadata ends with a checksum
+   of the preceding metadata and of all values; a file that PyTorch writes has no checksum. */
 
 enum { MAX_HEADER = 1 << 20, METADATA_SIZE = 4096, SHAPE_TEXT_SIZE = 96, ENTRY_SIZE = 384 };
 #define CHECKSUM_FORMAT "cnn.version=3\ncnn.checksum=fnv1a64:%016llx\n"
@@ -4770,8 +4777,8 @@ typedef struct Tensor {
     size_t bytes, offset; // in the file; the offset is counted from the end of the header
     real *values;         // on the device; NULL if it is a counter, or not needed
     size_t *counter;      // BatchNorm's number of batches, a 64-bit integer, or NULL
-    bool not_negative;    // means of squares
-    // The part of the image that each output of a weight sees; h = 0 for other tensors
+    bool not_negative;    // its values are means of squares
+    // If it is a weight: the part of the image that each of its outputs sees; otherwise h = 0
     Shape filter;
 } Tensor;
 
@@ -4805,7 +4812,7 @@ static Tensor *append_tensor(TensorList *list, Tensor t) {
     return &list->tensors[list->count - 1];
 }
 
-// Appends a tensor of layer l, whose values are at `values` + offset. If `values` is NULL, they are
+// Appends a tensor of layer l. Its values are at `values` + offset; if `values` is NULL, they are
 // not needed.
 static Tensor *append_layer_tensor(TensorList *list, const char *prefix, const Layer *l,
                                    const char *what, real *values, size_t offset, size_t count) {
@@ -4817,7 +4824,7 @@ static Tensor *append_layer_tensor(TensorList *list, const char *prefix, const L
     return t;
 }
 
-// Convolutions and linear layers: the shape of their weights in the file, and of their filters
+// Sets the shape that the weight of a convolution or linear layer has in the file, and its filter.
 static void describe_filters(const Net *net, const Layer *l, Tensor *t) {
     if (l->kind == LINEAR) {
         t->filter = net->layers[l->input].out; // the whole image
@@ -4830,7 +4837,8 @@ static void describe_filters(const Net *net, const Layer *l, Tensor *t) {
     }
 }
 
-// Appends the weights and biases of all layers, or an optimizer's numbers for them, at `params`.
+// Appends the weights and biases of all layers, or the numbers that an optimizer keeps for them.
+// The values are at `params`.
 static void append_parameters(TensorList *list, const Net *net, const char *prefix, real *params) {
     for (const Layer *l = net->layers; l < net->layers + net->layer_count; l++) {
         if (l->weight_count) {
@@ -4843,7 +4851,8 @@ static void append_parameters(TensorList *list, const Net *net, const char *pref
     }
 }
 
-// Appends BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, cnn only once.
+// Appends BatchNorm's statistics. PyTorch counts the batches in each BatchNorm, while cnn has a
+// single counter.
 static void append_statistics(TensorList *list, Net *net) {
     for (size_t i = 0; i < net->layer_count; i++) {
         const Layer *l = &net->layers[i];
@@ -4860,8 +4869,8 @@ static void append_statistics(TensorList *list, Net *net) {
     }
 }
 
-// Appends array i of an optimizer's state. If `values` is NULL, a file may have the array, but its
-// values are not needed.
+// Appends array i of an optimizer's state. If `values` is NULL, the file may contain the array, but
+// its values are not needed.
 static void append_state(TensorList *list, const Net *net, const Optimizer *o, size_t i,
                          real *values) {
     const size_t first = list->count;
@@ -4877,7 +4886,7 @@ static void append_state(TensorList *list, const Net *net, const Optimizer *o, s
 static TensorList list_tensors(Net *net) {
     size_t per_row = 2 + 3; // parameters and statistics
     for (size_t i = 0; i < OPTIMIZERS; i++)
-        per_row += 2 * optimizers[i].state_count; // of both parameters
+        per_row += 2 * optimizers[i].state_count; // for the weight and for the bias
     const size_t bytes = per_row * net->layer_count * sizeof(Tensor);
     TensorList list = {.tensors = must_alloc(bytes, "the list of tensors")};
     append_parameters(&list, net, "", net->params);
@@ -4892,15 +4901,16 @@ static void append_optimizer(TensorList *list, const Net *net, const Optimizer *
         append_state(list, net, o, i, state + i * net->param_size);
 }
 
-// Appends the state of every optimizer, without its values: a checkpoint that is read for its
-// weights may have any.
+// Appends the state of every optimizer, without its values: a checkpoint that is read only for its
+// weights may hold the state of any optimizer.
 static void append_ignored_state(TensorList *list, const Net *net) {
     for (const Optimizer *o = optimizers; o < optimizers + LENGTH(optimizers); o++)
         for (size_t i = 0; i < o->state_count; i++)
             append_state(list, net, o, i, NULL);
 }
 
-// For qsort(): the order of the safetensors library, the integers first, then by name
+// Compares tensors for qsort(). The order is that of the safetensors library: the integers first,
+// then by name.
 static int compare_names(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
     if (x->counter && !y->counter)
@@ -4910,7 +4920,7 @@ static int compare_names(const void *a, const void *b) {
     return strcmp(x->name, y->name);
 }
 
-// For qsort(): the order in the file
+// Compares tensors for qsort(), which sorts them by their offsets in the file.
 static int compare_offsets(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
     if (x->offset == y->offset)
@@ -4990,8 +5000,8 @@ static uint64_t checksum_of(Net *net, const TensorList *list, const char *metada
     return checksum;
 }
 
-// Writes the network's tensors, the optimizer's state unless optimizer is NULL, and the metadata,
-// which is lines "key=value", to a file.
+// Writes to a file the network's tensors, the optimizer's state (unless `optimizer` is NULL) and
+// the metadata, which consists of lines "key=value".
 static void save_tensors(Net *net, const Optimizer *optimizer, real *state, const char *metadata,
                          const char *path) {
     AtomicFile f;
@@ -5018,9 +5028,10 @@ static void save_tensors(Net *net, const Optimizer *optimizer, real *state, cons
 
 /* ---- Reading
 
-   Nothing in the file is trusted. Each entry of the header must be the one that we would write for
-   a tensor of ours at that place. Each of our tensors must occur once, in any order, and the values
-   must fill the file. A header that is not in the safetensors library's style is refused. */
+   Nothing in the file is trusted. Each entry of the header must be exactly what cnn would write for
+   one of the model's tensors at that offset. Each tensor of the model must occur once, in any
+   order, and the values must fill the file. A header is refused unless it is formatted as the
+   safetensors library does it. */
 
 #define NOT_FOUND SIZE_MAX // the offset of a missing tensor, after all others
 
@@ -5028,9 +5039,9 @@ typedef struct TensorFile {
     const char *path;
     FILE *stream;
     char *header;                 // its text
-    const char *entries;          // the entries of the tensors in it, after the metadata
+    const char *entries;          // in `header`: the entries of the tensors, after the metadata
     size_t data_bytes;            // the size of all values
-    size_t bytes_read;            // how many of these have been read
+    size_t bytes_read;            // how many of data_bytes have been read
     uint64_t checksum;            // of the metadata and of the values read so far
     char metadata[METADATA_SIZE]; // lines "key=value"
 } TensorFile;
@@ -5042,7 +5053,8 @@ static _Noreturn void die_header(const TensorFile *f, const char *at, const char
         f->path, expected, at);
 }
 
-// Appends a line "key=value" for the "key":"value" at `at`; returns where that ends.
+// Appends the line "key=value" to the metadata for the text "key":"value" at `at`; returns where
+// that text ends.
 static const char *read_metadata_entry(TensorFile *f, const char *at) {
     static const char expected[] = "metadata as \"key\":\"value\", without backslashes";
     if (*at != '"')
@@ -5065,7 +5077,7 @@ static const char *read_metadata_entry(TensorFile *f, const char *at) {
     return value + value_length + 1;
 }
 
-// Converts "__metadata__":{"key":"value",...} to lines, if the header begins with it.
+// Converts "__metadata__":{"key":"value",...} to lines, if the header begins with such metadata.
 static void read_metadata(TensorFile *f) {
     static const char begin[] = "\"__metadata__\":{";
     if (strncmp(f->entries, begin, strlen(begin)) != 0)
@@ -5133,7 +5145,8 @@ static bool open_tensors(TensorFile *f, const char *path) {
     return true;
 }
 
-// What wraps a PyTorch network, and the prefix that it gives to the names of the network's tensors
+// The wrappers of PyTorch networks, and the prefix that each gives to the names of the network's
+// tensors
 static const struct {
     const char *prefix, *by;
 } wrappers[] = {{"module.", "DataParallel"}, {"_orig_mod.", "torch.compile"}};
@@ -5155,7 +5168,7 @@ static Tensor *tensor_named(const TensorFile *f, Tensor *list, size_t count, con
     die_header(f, at, "a tensor of this model");
 }
 
-// Reads the entry at `at`, which says where a tensor begins; returns where the entry ends.
+// Reads the entry at `at` and sets the offset of its tensor; returns where the entry ends.
 static const char *read_entry(const TensorFile *f, Tensor *list, size_t count, const char *at) {
     static const char key[] = "\"data_offsets\":[";
     char entry[ENTRY_SIZE];
@@ -5221,7 +5234,7 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
         store_values(f, t, net);
 }
 
-// Returns how much of the metadata the checksum covers: all before the two lines of
+// Returns how many bytes of the metadata the checksum covers: all those before the two lines of
 // CHECKSUM_FORMAT.
 static size_t covered_metadata(const TensorFile *f) {
     const size_t size = strlen(f->metadata);
@@ -5267,7 +5280,7 @@ static void read_tensors(TensorFile *f, Net *net, const Optimizer *optimizer, re
     free(list.tensors);
 }
 
-// hash_bytes() of numbers in the device's memory
+// Returns hash_bytes() of numbers in the device's memory.
 static uint64_t hash_numbers(Net *net, uint64_t hash, const real *numbers, size_t count) {
     net->device->copy(net->staging[0], numbers, count * sizeof(real));
     return hash_bytes(hash, net->staging[0], count * sizeof(real));
@@ -5288,8 +5301,8 @@ static uint64_t hash_weights(Net *net) {
 
 /* ==== 12. Options and the run ====================================================================
 
-   One table of options, from which the parser, --help and the settings in run.json are made; then
-   the state of a run. */
+   One table of options, which the parser, --help and the settings in run.json use; then the state
+   of a run. */
 
 // A NAME and a CHOICE each take one of several words. A NAME is kept as text, a CHOICE as the
 // number of its word.
@@ -5304,18 +5317,18 @@ typedef struct Option {
     const char *name;
     OptionKind kind;
     size_t offset;             // where the field is in Settings
-    const char *const *values; // the words, up to a NULL, or what --help shows for the value
+    const char *const *values; // the words, or what --help shows for the value; NULL ends them
     double min, max;           // the limits of a COUNT or a NUMBER
     const char *default_value; // the default, or NULL
     ResumeRule on_resume;
     const char *help;
 } Option;
 
-static const char *model_names[LENGTH(models) + 1]; // listed from models[], up to a NULL
+static const char *model_names[LENGTH(models) + 1]; // the names in models[], then NULL
 
 // clang-format off
 #define WORDS(...) (const char *const[]){__VA_ARGS__, NULL}
-// The kind of an option, the offset of its field, the values that --help shows, and their limits
+// Each stands for five fields of Option: its kind, the offset in Settings, the values, min and max.
 #define AS_SWITCH(field) SWITCH, offsetof(Settings, field), WORDS("on", "off"), 0, 0
 #define AS_COUNT(field, value, min, max) COUNT, offsetof(Settings, field), WORDS(value), min, max
 #define AS_NUMBER(field, value, min, max) NUMBER, offsetof(Settings, field), WORDS(value), min, max
@@ -5324,7 +5337,7 @@ static const char *model_names[LENGTH(models) + 1]; // listed from models[], up 
 #define AS_TEXT(field, value) TEXT, offsetof(Settings, field), WORDS(value), 0, 0
 
 // An option without a default stays 0, or NOT_CHOSEN, unless the user or the model gives a value
-// (the limits exclude 0). Setting up (section 14) then determines it as the help text says.
+// (the limits exclude 0). Section 14 then sets it as the help text says.
 static const Option options[] = {
     {"--model", AS_NAME(model, model_names), "mnist", MUST_MATCH,
      "the network; each has its own defaults, listed below"},
@@ -5455,7 +5468,7 @@ static const char *join_words(char text[PATH_SIZE], const char *const *words) {
     return text;
 }
 
-// Returns the number of `text` among the words, or NOT_CHOSEN.
+// Returns the index of `text` among the words, or NOT_CHOSEN.
 static int find_word(const char *const *words, const char *text) {
     for (int i = 0; words[i]; i++)
         if (strcmp(words[i], text) == 0)
@@ -5523,7 +5536,7 @@ static void print_help(void) {
             printf("  --model %-9s %s\n", models[i].name, models[i].defaults);
 }
 
-// Returns whether the part of `word` before a = equals `name`.
+// Returns whether `word`, without the = and what follows, equals `name`.
 static bool is_option(const char *word, const char *name) {
     const size_t length = strcspn(word, "=");
     return strlen(name) == length && strncmp(word, name, length) == 0;
@@ -5562,7 +5575,7 @@ static size_t parse_option(Settings *s, const char *word, const char *next) {
 }
 
 enum { TEXT_SIZE = 65536 };
-static char argument_text[TEXT_SIZE]; // models' defaults and argument files
+static char argument_text[TEXT_SIZE]; // the model's defaults, then the text of argument files
 static size_t argument_text_used;
 
 // Blanks comments, from # to the end of the line.
@@ -5590,7 +5603,7 @@ static void parse_text(Settings *s, char *text) {
     }
 }
 
-// @FILE is replaced by the options in that file.
+// Parses the options in a file, which take the place of the argument @FILE.
 static void parse_file(Settings *s, const char *path) {
     const size_t space = TEXT_SIZE - argument_text_used;
     FILE *f = fopen(path, "r");
@@ -5611,7 +5624,7 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, text);
 }
 
-// Sets the table's defaults, then a model's unless that is NULL.
+// Sets the defaults of the table, then those of a model, unless model_defaults is NULL.
 static void parse_defaults(Settings *s, const char *model_defaults) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     for (const Option *o = options; o < options + OPTIONS; o++)
@@ -5636,8 +5649,9 @@ static void parse_command_line(Settings *s, int argc, char **argv) {
     }
 }
 
-// Parses the command line twice: to find the model, then over the defaults of that model. --help
-// exits. Returns the default batch size of the model.
+// Parses the command line twice: first to find the model, then again on top of that model's
+// defaults. Exits after printing the help if --help is given. Returns the model's default batch
+// size.
 static size_t parse_options(Settings *s, int argc, char **argv) {
     for (size_t i = 0; i < LENGTH(models); i++)
         model_names[i] = models[i].name;
@@ -5655,7 +5669,8 @@ static size_t parse_options(Settings *s, int argc, char **argv) {
     return default_batch_size;
 }
 
-// text = the number, with the fewest significant digits, 6 to 17, that strtod() reads back exactly
+// text = the number, with the fewest significant digits, from 6 to 17, from which strtod() gets
+// exactly the same number
 static void format_number(char *text, size_t size, double number) {
     for (int digits = 6; digits <= 17; digits++) {
         snprintf(text, size, "%.*g", digits, number);
@@ -5671,8 +5686,8 @@ static const char *choice_word(const char *option, int number) {
 
 enum { OPTION_TEXT_SIZE = 64 };
 
-// Returns the value of an option as text: a constant or a string of the settings, or else written
-// to `text`.
+// Returns the value of an option as text. A number is written to `text`; any other value is a
+// constant or a string of the settings.
 static const char *option_text(char text[OPTION_TEXT_SIZE], const Settings *s, const Option *o) {
     const void *field = (const char *)s + o->offset;
     if (o->kind == NAME || o->kind == TEXT)
@@ -5708,19 +5723,19 @@ static void print_settings(const Settings *s) {
 
 /* ---- Signals
 
-   SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and then end the
-   run, with exit status 128 + their number; the same signal again ends the program at once. Each
-   process stores the request in the StepResult of the current step. Several ranks exchange these
-   results at the log interval, so they all learn of it after the same step. A single rank acts
-   after the current step. */
+   SIGUSR1 asks for a checkpoint. SIGINT, SIGTERM and SIGHUP ask for a checkpoint and for the end of
+   the run, with exit status 128 + the signal's number; the same signal again ends the program at
+   once. Each process stores the request in the StepResult of the current step. Several ranks
+   exchange these results at the log interval, so all of them learn of the request after the same
+   step. A single rank acts on it after the current step. */
 enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
 static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
 static void on_signal(int number) {
     int none = 0;
     if (number == SIGUSR1) {
-        // A request to end, which another thread may just be storing, is kept: it includes a
-        // checkpoint.
+        // Keeps a request to end, even if another thread is storing it at this moment: that request
+        // includes a checkpoint.
         __atomic_compare_exchange_n(&requested, &none, SAVE_REQUEST, false, __ATOMIC_RELAXED,
                                     __ATOMIC_RELAXED);
         return;
@@ -5733,7 +5748,7 @@ static void catch_signals(void) {
     static const int numbers[] = {SIGUSR1, SIGINT, SIGTERM, SIGHUP};
     for (size_t i = 0; i < LENGTH(numbers); i++) {
         void (*previous)(int) = signal(numbers[i], on_signal);
-        if (previous == SIG_IGN) // what nohup ignores stays ignored
+        if (previous == SIG_IGN) // a signal that nohup ignores stays ignored
             signal(numbers[i], SIG_IGN);
     }
 }
@@ -5746,8 +5761,8 @@ static int take_request(void) {
 // ---- The state of a run
 
 // The phases of a step, in the order of steps.csv. PHASE_COMM is all communication, most of which
-// overlaps the backward pass. PHASE_EXPOSED_COMM is what does not overlap: the time for which the
-// rank waits. So a step's time is the sum of all phases but PHASE_COMM.
+// overlaps the backward pass. PHASE_EXPOSED_COMM is the part that does not overlap, during which
+// the rank waits. So the time of a step is the sum of all phases except PHASE_COMM.
 enum {
     PHASE_LOAD,
     PHASE_COPY,
@@ -5762,26 +5777,26 @@ enum {
 
 typedef struct StepResult {
     size_t epoch, step, images;
-    int request; // of a signal, noted in this step, or 0; see Signals above
+    int request; // of a signal that came before the end of this step, or 0; see Signals
     bool warmup; // one of the first steps of this process, which load code and fill caches
     double loss, lr;
     double phases[PHASES]; // in seconds
-    double correct;        // how many of the images are classified correctly
+    double correct;        // how many of the images were classified correctly
     double bytes_sent;     // what this rank has sent; under dp, what it has copied
 } StepResult;
 
-// The results of an epoch. Times are in seconds, the test's accuracy is in per cent.
+// The results of an epoch. Times are in seconds; the accuracy of the test is in percent.
 typedef struct EpochResult {
     size_t epoch, images;
-    size_t images_resumed; // how many of these an earlier run has seen
-    size_t images_logged;  // how many of these the last log line has counted
-    size_t step_images;    // images of the last step, on all ranks
-    double step_loss;      // its loss, over all ranks
+    size_t images_resumed; // how many of them an earlier run has trained on
+    size_t images_logged;  // how many there were at the last log line
+    size_t step_images;    // how many images the last step had, on all ranks
+    double step_loss;      // the mean loss of the last step, over all ranks
     double seconds, loader_wait_s, test_seconds, test_loss, accuracy, lr;
-    double train_loss_sum; // over all images
-    double train_correct;  // images classified correctly
+    double train_loss_sum; // the sum of the losses of all images
+    double train_correct;  // how many images were classified correctly
     double phases[PHASES]; // in seconds: sums over all steps and ranks
-    double bytes_sent;     // what all ranks have sent
+    double bytes_sent;     // the sum over all steps and ranks
     uint64_t weight_hash;
 } EpochResult;
 
@@ -5803,21 +5818,21 @@ typedef struct LineClock {
     size_t times_read;     // how many lines' times have been read
     struct {
         int line;      // the line that begins at this mark, counted from the head of train(), or 0
-        double *phase; // the phase of a step that its time is added to, or NULL
+        double *phase; // the phase of a step to which the line's time is added, or NULL
     } at_mark[CLOCK_MARKS];
-    LineTime lines[PROFILED_LINES]; // counted as at_mark[].line
+    LineTime lines[PROFILED_LINES]; // indexed by at_mark[].line
 } LineClock;
 
 // When checkpoints are saved, and what a signal has asked for; see Signals above
 typedef struct Checkpointing {
     size_t every; // epochs or, with by_steps, steps
     bool by_steps;
-    bool saved;  // the last step has saved its checkpoint
-    int request; // gathered from all ranks and not yet handled, or 0
+    bool saved;  // whether the last step saved a checkpoint
+    int request; // the largest request of all ranks that is not yet handled, or 0
 } Checkpointing;
 
-// --graph: an epoch's last step may be a SHORT_STEP, with fewer images, and needs a graph of its
-// own. The first step of either kind runs without a graph, since it loads kernels.
+// --graph: the last step of an epoch may be a SHORT_STEP, which has fewer images and needs a graph
+// of its own. The first step of each kind runs without a graph, since it loads kernels.
 enum { FULL_STEP, SHORT_STEP, STEP_KINDS };
 
 typedef struct StepGraphs {
@@ -5828,7 +5843,7 @@ typedef struct StepGraphs {
 // --trace and Nsight: the steps [first, end)
 typedef struct Tracer {
     size_t first, end;
-    bool traced;       // --trace has this step
+    bool traced;       // --trace records this step
     bool recording;    // Nsight records this step
     double start;      // when START_MARK was set
     double step_start; // when this step began
@@ -5846,13 +5861,14 @@ typedef struct Recorder {
     StepResult *all_steps; // [rank][steps_capacity]: steps that are not yet in steps.csv
     StepResult *steps;     // this rank's row of all_steps
     size_t buffered_steps, steps_capacity; // the same for each rank
-    size_t first_step;                     // the step of the run with which this process began
+    size_t first_step;                     // how many steps were done when this process began
     FILE *steps_csv, *epochs_csv;
-    FILE *results; // receives what is printed even with --quiet: epochs, and what was asked for
+    FILE *results; // for what is printed even with --quiet: epochs, and what was asked for
 } Recorder;
 
-// What a test sums over its images and the ranks: these sums, then, from PREDICTIONS on, the class
-// predicted for each image. Each image is tested by one rank; the others leave its prediction 0.
+// The indices of a test's totals, which are sums over all images and ranks: three numbers, then,
+// from PREDICTIONS on, the class predicted for each image. Each image is tested by one rank; the
+// others add 0 to its prediction.
 enum { LOSS_SUM, IMAGES_TESTED, IMAGES_CORRECT, PREDICTIONS };
 
 // The state of one rank. Each rank has a Run of its own.
@@ -5861,9 +5877,9 @@ typedef struct Run {
     const Model *model;
     // the device and the other ranks
     const Kernels *kernels;
-    const Device *device; // of these kernels
+    const Device *device; // the device of these kernels
     DeviceInfo device_info;
-    size_t devices; // that ranks of this process can use
+    size_t devices; // how many devices the ranks of this process can use
     Communicator comm;
     // the network and its optimizer
     Net net;
@@ -5875,12 +5891,12 @@ typedef struct Run {
     DatasetInfo dataset_info;
     Dataset train_set, test_set;
     Loader train_loader, test_loader;
-    size_t epoch_images;     // that this rank's loader loads in an epoch
+    size_t epoch_images;     // how many images this rank's loader loads in an epoch
     size_t batch_per_device; // the largest number of images in a step on this device
     size_t epoch_steps;
-    // The position, and the sums of the running epoch. Error messages and steps.csv count the steps
-    // of an epoch from 1. The log lines count them from 0, as PyTorch's examples do; so do
-    // --trace-steps and the trace, but for the whole run.
+    // The position, and the sums of the current epoch. Error messages and steps.csv count the steps
+    // of an epoch from 1. Log lines count them from 0, as PyTorch's examples do. --trace-steps and
+    // the trace count the steps of the whole run, from 0.
     size_t epoch;       // from 1
     size_t batch_index; // the next batch of the epoch, from 0
     EpochResult epoch_result;
@@ -5889,12 +5905,12 @@ typedef struct Run {
     LineClock clock;
     Tracer tracer;
     Recorder recorder;
-    double *totals;            // the sums of the last test; after them, room for every rank's
-    real *bandwidth_arrays[2]; // --layers: numbers summed to measure bandwidth
-    MemoryPlan plan;           // for the memory that is neither the network's nor a loader's
+    double *totals;            // the totals of the last test, then room for those of every rank
+    real *bandwidth_arrays[2]; // --layers: numbers that are added to measure bandwidth
+    MemoryPlan plan;           // for memory of neither the network, a loader nor communication
 } Run;
 
-// Returns the steps of the whole run so far, as --max-steps and --trace-steps count them.
+// Returns how many steps of the whole run are done, as --max-steps and --trace-steps count them.
 static size_t steps_done(const Run *run) {
     return (run->epoch - 1) * run->epoch_steps + run->batch_index;
 }
