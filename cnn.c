@@ -4168,8 +4168,7 @@ static _Noreturn void die_timeout(const Communicator *c, size_t awaited) {
 #ifdef CNN_MPI
 #include <mpi.h>
 
-// Ends all ranks. die() calls it under MPI, since otherwise the other ranks would wait for this
-// one.
+// Ends all ranks; die() calls it under MPI. Otherwise, the other ranks would wait for this one.
 static void end_all_ranks(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
 }
@@ -4178,8 +4177,7 @@ static void finalize_mpi(void) {
     MPI_Finalize();
 }
 
-// Initializes MPI; sets rank, world and device_number. The ranks on one machine get the devices 0,
-// 1, ...
+// Initializes MPI; sets rank, world and device_number. The ranks on a machine get devices 0, 1, ...
 static void start_mpi(Communicator *c) {
     int provided, rank, world, device;
     MPI_Comm machine;
@@ -4375,8 +4373,7 @@ static void nccl_all_reduce(Communicator *c, real *data, Range range) {
         die_timeout(c, left);
 }
 
-// Copies rank 0's data to all ranks, around the ring: in step s, rank s sends the data to rank s +
-// 1.
+// Copies rank 0's data to all ranks, around the ring: in step s, rank s sends it on to rank s + 1.
 static void broadcast(Communicator *c, real *data, size_t count) {
     const Range all = {0, count};
     c->published = data;
@@ -4395,8 +4392,7 @@ static void broadcast(Communicator *c, real *data, size_t count) {
 // buffer, so that a message fits even if the network is tiny.
 enum { GATHER_CHUNK = 4096 };
 
-// Copies the other ranks' bytes directly from their memory, since the ranks are threads of one
-// process.
+// Copies the other ranks' bytes directly: the ranks are threads of one process.
 static void gather_from_team(Communicator *c, char *all, size_t bytes) {
     for (size_t r = 0; r < c->world; r++)
         if (r != c->rank)
@@ -5053,8 +5049,8 @@ static _Noreturn void die_header(const TensorFile *f, const char *at, const char
         f->path, expected, at);
 }
 
-// Appends the line "key=value" to the metadata for the text "key":"value" at `at`; returns where
-// that text ends.
+// Appends "key=value" and a line break to the metadata for the text "key":"value" at `at`; returns
+// where that text ends.
 static const char *read_metadata_entry(TensorFile *f, const char *at) {
     static const char expected[] = "metadata as \"key\":\"value\", without backslashes";
     if (*at != '"')
@@ -5649,9 +5645,8 @@ static void parse_command_line(Settings *s, int argc, char **argv) {
     }
 }
 
-// Parses the command line twice: first to find the model, then again on top of that model's
-// defaults. Exits after printing the help if --help is given. Returns the model's default batch
-// size.
+// Parses the command line twice: first to find the model, then again on top of its defaults. With
+// --help, prints the help and exits. Returns the model's default batch size.
 static size_t parse_options(Settings *s, int argc, char **argv) {
     for (size_t i = 0; i < LENGTH(models); i++)
         model_names[i] = models[i].name;
@@ -5917,16 +5912,16 @@ static size_t steps_done(const Run *run) {
 
 /* ==== 13. Instruments ============================================================================
 
-   What a run measures: the time of each line of train() and of each layer, a trace, the resources
-   used, and the run folder, which plots, labs and graders read. One function does more: the ranks
-   also exchange requests from signals, and learn of gradients that are not finite, when
-   exchange_steps() gathers their measurements. */
+   What a run measures: the time of each line of train() and of each layer, a trace, and the
+   resources used; and the run folder, from which plots, labs and graders read the measurements. One
+   function does more than measure: exchange_steps() also gathers the requests from signals and, on
+   a GPU, ends the run if a gradient was not finite. */
 
 // ---- Records
 
 typedef enum { KEY_VALUE, CSV, JSON } Form;
 
-// Writes text as a JSON string, or null if it is NULL. JSON is in UTF-8, so names must be as well.
+// Writes text as a JSON string, or null if it is NULL. JSON is UTF-8, so the text must be as well.
 static void print_json_string(FILE *f, const char *text) {
     if (!text) {
         fprintf(f, "null");
@@ -5973,7 +5968,7 @@ static void print_value(FILE *f, Form form, const char *format, va_list *args) {
 
 /* Prints a record, described as "epoch=%zu train_loss=%.4f ...", in one of three forms: a line of
    key=value pairs, a row of CSV, or the members of a JSON object. A number that is not finite is
-   null in JSON and empty in CSV. Conversions are %s, %zu and any for a double. */
+   null in JSON and empty in CSV. The conversions are %s, %zu, and any that takes a double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
     static const char separators[] = {[KEY_VALUE] = ' ', [CSV] = ',', [JSON] = ','};
     const char *field = record;
@@ -5997,7 +5992,7 @@ static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) 
         fputc('\n', f);
 }
 
-// Prints the header of a table in CSV: the keys of its records
+// Prints the header of a CSV table: the keys of its records.
 static void print_csv_header(FILE *csv, const char *record) {
     const char *field = record, *separator = "";
     while (*field) {
@@ -6010,19 +6005,20 @@ static void print_csv_header(FILE *csv, const char *record) {
 }
 
 /* ---- The clock of train(). Each line there begins with AT(...), except for while, if and else.
-   AT() sets a mark: the end of the previous line and the beginning of this one, whose time is also
+   AT() sets a mark, which ends the previous line and begins this one. The time of a line is also
    added to a phase of the step. Since a GPU runs queued work asynchronously, times are read only
    when they are needed or a mark is reused. The device has CLOCK_MARKS events, which are used in a
-   cycle: mark m is the event of mark m - CLOCK_MARKS, which must have been read before. So when a
-   mark is set, at most CLOCK_MARKS - 1 marks may be unread: the start of the running line, and
-   CLOCK_MARKS - 2 earlier ones.
+   cycle: mark m uses the same event as mark m - CLOCK_MARKS, which must have been read before. So
+   when a mark is set, at most CLOCK_MARKS - 1 marks may be unread: the start of the running line,
+   and CLOCK_MARKS - 2 earlier ones.
 
      mark           0        1        2        3        4
                     | first  | second | third  | fourth | the running line
                     |   times read    |   not yet read  |
                               times_read = 2        marks_set = 5              */
 
-// Reads the times of lines that have ended, the oldest first, except for the last `unread` of them.
+// Reads the times of the lines that have ended, oldest first, except those of the last `unread`
+// lines.
 static void clock_read_times(LineClock *c, size_t unread) {
     const size_t ended = c->marks_set > 0 ? c->marks_set - 1 : 0;
     while (c->times_read + unread < ended) {
@@ -6045,8 +6041,8 @@ static void clock_charge(LineClock *c, double *phase) {
         c->at_mark[running].phase = phase;
 }
 
-// Sets the next mark, at which this line begins. Line 0, the head of train(), is never timed, so it
-// stands for the time outside of train().
+// Sets the next mark, at which `line` begins. Line 0, the head of train(), is never timed, so the
+// number 0 stands for the time outside of train().
 static void clock_mark(LineClock *c, int line, double *phase) {
     clock_read_times(c, CLOCK_MARKS - 2);
     const size_t mark = c->marks_set % CLOCK_MARKS;
@@ -6064,7 +6060,7 @@ static void clock_end_line(LineClock *c) {
         trace_event(c->rank, TRACK_HOST, c->line_text, c->line_start, now());
 }
 
-// Ends the running line and begins `line`, which counts as this phase of a step.
+// Ends the running line and begins `line`, whose time is added to `phase`.
 static void clock_line(LineClock *c, int line, double *phase, const char *text) {
     clock_end_line(c);
     c->line_text = text;
@@ -6074,7 +6070,7 @@ static void clock_line(LineClock *c, int line, double *phase, const char *text) 
     c->lines[line].hits++;
 }
 
-// Ends the running line; none begins.
+// Ends the running line without beginning another.
 static void clock_stop(LineClock *c) {
     clock_end_line(c);
     c->line_text = NULL;
@@ -6108,7 +6104,8 @@ static void print_profile_line(FILE *out, FILE *csv, const LineTime *line, int n
     fprintf(csv, "\n");
 }
 
-// Opens cnn.c where it was compiled, or else beside the program. Returns NULL if it is in neither.
+// Opens cnn.c where it was compiled or, if it is not there, beside the program. Returns NULL if it
+// is in neither place.
 static FILE *open_source(void) {
     char path[PATH_SIZE];
     FILE *source = fopen(__FILE__, "r");
@@ -6125,7 +6122,7 @@ static void read_source_line(char *text, int size, FILE *source) {
         text[strcspn(text, "\n")] = 0;
 }
 
-// Prints train(), lines `begin` to `end`, with the time of each line: to `out` in kernprof's
+// Prints lines `begin` to `end`, which are train(), and the time of each: to `out` in kernprof's
 // format, and to `csv`.
 static void print_profile(const LineClock *c, int begin, int end, FILE *out, FILE *csv) {
     char text[256] = "(cnn.c was not found)";
@@ -6211,7 +6208,7 @@ static const char *format_duration(double seconds, char text[32]) {
     return text;
 }
 
-// The lines of Slurm's seff, for this process. As in seff, 1 GB is 2^30 bytes.
+// Prints the lines of Slurm's seff, for this process. As in seff, 1 GB is 2^30 bytes.
 static void print_resources(double start, int status) {
     const Resources r = resources_since(start);
     const size_t slurm = environment_number("SLURM_CPUS_PER_TASK");
@@ -6230,7 +6227,7 @@ static void print_resources(double start, int status) {
 
 // ---- Run folder (--out DIR)
 
-// The record of an epoch's line on stdout, and of a row of epochs.csv
+// The records of an epoch: its line on stdout, and its row of epochs.csv
 #define EPOCH_LINE                                                         \
     "epoch=%zu images=%zu seconds=%.3f img_per_s=%.0f loader_wait_s=%.3f " \
     "train_loss=%.4f train_accuracy=%.2f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
@@ -6243,7 +6240,7 @@ static void print_epoch(FILE *f, const EpochResult *e, Form form) {
     const double loss = e->train_loss_sum / images, accuracy = 100. * e->train_correct / images;
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
-    // EPOCH_LINE has no field for the hash, the last argument, which is then ignored.
+    // EPOCH_LINE has no field for the hash, so the last argument is then ignored.
     print_record(f, form, record, e->epoch, e->images, e->seconds, trained / fmax(e->seconds, 1e-9),
                  e->loader_wait_s, loss, accuracy, e->test_seconds, e->test_loss, e->accuracy,
                  e->lr, hash);
@@ -6265,7 +6262,7 @@ static void print_step(FILE *csv, const StepResult *s, size_t rank) {
                  s->bytes_sent, (size_t)s->warmup);
 }
 
-// Opens a new file of the run folder. Without --out, what is written to it is discarded.
+// Opens a new file in the run folder. Without --out, what is written to the file is discarded.
 static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
     char path[PATH_SIZE];
     if (!*run->settings.out) {
@@ -6276,7 +6273,7 @@ static void open_in_folder(AtomicFile *f, const Run *run, const char *file) {
     atomic_open(f, path);
 }
 
-// Returns the name of a class, or its number if the data set has no names; in `buffer`.
+// Returns the name of a class, or its number if the data set has no names. The text is in `buffer`.
 static const char *class_name(const Run *run, size_t label, char buffer[32]) {
     const char *at = run->dataset_info.class_names;
     if (!at) {
@@ -6392,20 +6389,20 @@ static void write_run_json(const Run *run) {
 
 static Run *marked_run; // the run that mark_as_failed() marks
 
-// A rank that dies marks the run folder without waiting for the others.
+// Writes run.json with the status "failed". die() calls it and does not wait for other ranks.
 static void mark_as_failed(void) {
     marked_run->recorder.status = FAILED;
     write_run_json(marked_run);
 }
 
-// Writes run.json with the status "running", which an error will change to "failed".
+// Writes run.json with the status "running". From then on, an error changes it to "failed".
 static void begin_run_json(Run *run) {
     write_run_json(run);
     marked_run = run;
     before_dying = mark_as_failed;
 }
 
-// Creates the folder, and locks it until the program ends.
+// Creates the folder and locks it until the program ends.
 static void lock_folder(const char *dir) {
     if (mkdir(dir, 0777) != 0 && errno != EEXIST)
         die_file("cannot create the folder", dir);
@@ -6416,8 +6413,8 @@ static void lock_folder(const char *dir) {
         die(1, "--out %s: another run is writing into this folder; choose another one", dir);
 }
 
-// Creates the run folder and locks it for this run, until it ends. A resumed run leaves run.json as
-// it is until it has read its checkpoint.
+// Creates the run folder and locks it until this run ends. A resumed run leaves run.json unchanged
+// until it has read its checkpoint.
 static void open_run_folder(Run *run) {
     if (!*run->settings.out)
         return;
@@ -6431,8 +6428,8 @@ static void open_run_folder(Run *run) {
 
 enum { ROW_SIZE = 1024 };
 
-// Reads a row of a log. Returns false at the end of the log, or at a row without an end, which the
-// run was writing when it was killed.
+// Reads a row of a log. Returns false at the end of the log, or at an incomplete row, which a run
+// leaves if it is killed while writing the row.
 static bool read_row(char row[ROW_SIZE], FILE *csv, const char *path) {
     const char *line = fgets(row, ROW_SIZE, csv);
     if (ferror(csv))
@@ -6440,8 +6437,8 @@ static bool read_row(char row[ROW_SIZE], FILE *csv, const char *path) {
     return line && strchr(line, '\n');
 }
 
-// Returns whether a resumed run keeps a row: one of an earlier epoch, or one of the first
-// steps_kept steps of the running epoch.
+// Returns whether a resumed run keeps a row: it must belong to an earlier epoch, or to one of the
+// first steps_kept steps of the current epoch.
 static bool keeps_row(const Run *run, const char *row, size_t steps_kept) {
     size_t epoch = 0, step = 0;
     sscanf(row, "%zu,%zu", &epoch, &step);
@@ -6450,7 +6447,8 @@ static bool keeps_row(const Run *run, const char *row, size_t steps_kept) {
     return epoch > 0 && epoch < run->epoch;
 }
 
-// Returns how many bytes of a log a resumed run keeps: the header and the rows before its position.
+// Returns how many bytes of a log a resumed run keeps: the header, and the rows before the position
+// from which it continues.
 static long length_kept(const Run *run, FILE *csv, const char *path, size_t steps_kept) {
     char row[ROW_SIZE];
     long kept = 0;
@@ -6462,7 +6460,7 @@ static long length_kept(const Run *run, FILE *csv, const char *path, size_t step
     return kept;
 }
 
-// Opens a log of the run folder. A resumed run keeps the rows before its position.
+// Opens a log in the run folder. A resumed run keeps the rows before its position.
 static FILE *open_log(const Run *run, const char *file, const char *record, size_t steps_kept) {
     char path[PATH_SIZE];
     long kept = 0;
@@ -6486,8 +6484,8 @@ static void remove_result(const Run *run, const char *file) {
     unlink(path);
 }
 
-// Removes what another run left in the folder. A resumed run replaces only its own predictions,
-// and a run that starts from --load may be reading the model there.
+// Removes the results that another run left in the folder. A resumed run removes only
+// predictions.csv. With --load, model.safetensors is kept, since --load may name that file.
 static void remove_results(const Run *run) {
     static const char *const reports[] = {"profile.txt", "profile.csv", "layers.csv"};
     remove_result(run, "predictions.csv");
@@ -6501,8 +6499,8 @@ static void remove_results(const Run *run) {
 
 static void open_logs(Run *run) {
     remove_results(run);
-    // keeps_row() compares the second column with steps_kept. In epochs.csv that is the number of
-    // images, so 0 drops a row of the running epoch.
+    // keeps_row() compares the second column with steps_kept. In epochs.csv that column is the
+    // number of images, so 0 drops a row of the current epoch.
     run->recorder.epochs_csv = open_log(run, "epochs.csv", EPOCH_ROW, 0);
     run->recorder.steps_csv = open_log(run, "steps.csv", STEP_ROW, run->batch_index);
     begin_run_json(run);
@@ -6525,8 +6523,8 @@ static void check_gradients_finite(const Net *net, size_t epoch, size_t step) {
     }
 }
 
-// On a GPU: ends the run if a gradient was not finite in the steps since the last call. With fp16
-// such a gradient only skips an update; then prints the number of skipped updates.
+// Ends the run, on a GPU, if a gradient was not finite in the steps since the last call. With fp16
+// such a gradient only skips an update; then rank 0 prints how many updates have been skipped.
 static void check_gpu_gradients(Run *run) {
     const Net *net = &run->net;
     const LossScale before = run->loss_scale;
@@ -6545,13 +6543,13 @@ static void check_gpu_gradients(Run *run) {
 
 // ---- Steps and epochs
 
-// The running step, to which lines of train() are charged until buffer_step() ends it
+// Returns the current step, to which the lines of train() are charged until buffer_step() ends it.
 static StepResult *current_step(const Run *run) {
     return &run->recorder.steps[run->recorder.buffered_steps];
 }
 
 // Adds step i of the buffer, from all ranks, to the epoch's sums and to steps.csv. Keeps the
-// largest request of the ranks: one to end the run is larger than one to save.
+// largest request of the ranks: a request to end the run is larger than one to save.
 static void add_step(Run *run, EpochResult *e, size_t i) {
     Recorder *r = &run->recorder;
     double loss = 0, longest_wait = 0;
@@ -6576,10 +6574,10 @@ static void add_step(Run *run, EpochResult *e, size_t i) {
     e->loader_wait_s += longest_wait;
 }
 
-/* A collective call, which all ranks make after the same step. Adds the steps of all ranks to the
-   epoch's sums and to steps.csv, and gathers their requests. Ends the run if a gradient was not
-   finite. AT() has directed the time of the running line of train() to a step of the buffer that
-   this empties; clock_charge() redirects it to the first step of the next interval. */
+/* Adds the buffered steps of all ranks to the epoch's sums and to steps.csv, and gathers the ranks'
+   requests. All ranks must call it after the same step. On a GPU, ends the run if a gradient was
+   not finite. AT() has charged the running line of train() to a step of the buffer, which is now
+   emptied; clock_charge() charges that line to the first step of the next interval instead. */
 static void exchange_steps(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     clock_read_times(&run->clock, 0);
@@ -6594,13 +6592,13 @@ static void exchange_steps(Run *run, EpochResult *e) {
         flush(r->steps_csv, "steps.csv");
 }
 
-// On a terminal, clears the line that show_progress() wrote.
+// Clears the line that show_progress() wrote, on a terminal.
 static void clear_progress(void) {
     if (isatty(STDERR_FILENO))
         fprintf(stderr, "\r\033[K");
 }
 
-// On a terminal, shows in one line how far the epoch has got, its speed and the time left.
+// Shows in one line, on a terminal, the progress of the epoch, its speed and the time left.
 static void show_progress(const Run *run, const EpochResult *e, double seconds) {
     struct winsize terminal = {.ws_col = 80};
     if (!isatty(STDERR_FILENO))
@@ -6617,8 +6615,8 @@ static void show_progress(const Run *run, const EpochResult *e, double seconds) 
     fprintf(stderr, "\r\033[K%.*s\r", terminal.ws_col - 1, text);
 }
 
-// As in PyTorch's example, the number of images is the step's number times this step's images, even
-// if the last step has fewer.
+// Prints the log line of a step. As in PyTorch's example, the number of images shown is the step's
+// number times the number of images in this step, even if this is the last step and has fewer.
 static void print_log_line(const Run *run, const EpochResult *e) {
     const size_t step = run->batch_index;
     if (run->model->logs_throughput)
@@ -6663,8 +6661,8 @@ static void report_progress(Run *run, EpochResult *e) {
     show_progress(run, e, now() - r->epoch_start);
 }
 
-// After a step: keeps its result, and at the log interval prints the log line. A single rank
-// handles a signal at once, several ranks at the log interval.
+// Keeps the result of a step, and prints the log line at the log interval. A single rank handles a
+// signal at once; several ranks handle it at the log interval.
 static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss loss) {
     const int request = take_request();
     const bool due = at_log_interval(run), alone = run->comm.world == 1;
@@ -6676,7 +6674,7 @@ static void log_step(Run *run, EpochResult *e, const Batch *batch, BatchLoss los
         report_progress(run, e);
 }
 
-// Prints the phases of an epoch in seconds, and the MB sent, as averages over the ranks.
+// Prints the seconds that the phases of an epoch took and the MB sent, as averages over the ranks.
 static void print_phases(const EpochResult *e, size_t world) {
     const double n = (double)world;
     const double *p = e->phases;
@@ -6688,7 +6686,8 @@ static void print_phases(const EpochResult *e, size_t world) {
            p[PHASE_OTHER] / n, 1e-6 * e->bytes_sent / n);
 }
 
-// After an epoch of training: writes the rows that are left, and prints averages over the ranks.
+// Adds the remaining steps of an epoch to its sums and to steps.csv, and prints the averages over
+// the ranks.
 static void finish_epoch(Run *run, EpochResult *e) {
     exchange_steps(run, e);
     e->lr = run->lr;
@@ -6713,8 +6712,8 @@ static void print_uploads(const Loader *loader) {
                bytes / 1e6, bytes / nanoseconds, memory);
 }
 
-// A collective call: ends the run unless all ranks have the same weights. Rank 0 prints the epoch's
-// line and adds it to the run folder.
+// Ends the run unless all ranks have the same weights. All ranks must call it. Rank 0 prints the
+// epoch's line and adds it to the run folder.
 static void report_epoch(Run *run, EpochResult *e) {
     Recorder *r = &run->recorder;
     const bool trained = e->epoch != TEST_EPOCH;
@@ -6729,7 +6728,7 @@ static void report_epoch(Run *run, EpochResult *e) {
     if (!r->epochs_csv)
         return; // no run folder
     if (!trained && !run->settings.eval)
-        return; // training was already complete: the row of its last epoch is there
+        return; // training was already complete, and epochs.csv has the row of the last epoch
     print_epoch(r->epochs_csv, e, CSV);
     flush(r->epochs_csv, "epochs.csv");
 }
@@ -6746,7 +6745,7 @@ static void set_tracing(Run *run, bool traced) {
     run->net.marks_rows = traced;
 }
 
-// # PROF  Nsight records the steps of --trace-steps.
+// # PROF  Turns Nsight's recording on or off. Nsight records the steps of --trace-steps.
 static void record_for_nsight(Run *run, bool recorded) {
     if (run->comm.replica == 0 && recorded != run->tracer.recording)
         run->device->record(recorded);
@@ -6775,7 +6774,7 @@ static void trace_next_step(Run *run) {
     set_tracing(run, traced);
 }
 
-// Before a step: begins its range, and its trace if it is one of --trace-steps.
+// Begins the range of a step for Nsight, and its trace if it is one of --trace-steps.
 static void begin_step(Run *run) {
     char name[32];
     record_for_nsight(run, in_trace_steps(run));
@@ -6785,7 +6784,7 @@ static void begin_step(Run *run) {
     run->tracer.step_start = now();
 }
 
-// Adds an event for a pass of a row. Waits for the device.
+// Adds an event to the trace for a pass of a row. Waits for the device.
 static void trace_row(const Run *run, size_t row, RowPass pass) {
     const Device *d = run->device;
     const double begin = d->elapsed(START_MARK, begin_mark(row, pass));
@@ -6796,8 +6795,8 @@ static void trace_row(const Run *run, size_t row, RowPass pass) {
                 run->tracer.start + end);
 }
 
-// After a traced step: adds events for it and its rows. Clearing the gradients is a row of its own,
-// after the last one.
+// Adds the events of a traced step and its rows to the trace; called after the step. The clearing
+// of the gradients counts as one more row, after the last one.
 static void trace_step(const Run *run) {
     const Net *net = &run->net;
     char name[ROW_LABEL_SIZE];
@@ -6813,7 +6812,7 @@ static void trace_step(const Run *run) {
     trace_event(run->comm.rank, TRACK_STEP, name, run->tracer.step_start, now());
 }
 
-// "10:20" stands for the steps 10 to 19.
+// Parses --trace-steps: "10:20" stands for the steps 10 to 19.
 static void parse_trace_steps(Run *run) {
     const char *text = run->settings.trace_steps;
     Tracer *t = &run->tracer;
@@ -6893,7 +6892,7 @@ enum {
     BANDWIDTH_NUMBERS = 1 << 24 // how many numbers are summed to measure bandwidth
 };
 
-// How long a row took, in seconds
+// How many seconds the passes of a row took in each round
 typedef struct LayerTimes {
     double forward[LAYER_ROUNDS], backward[LAYER_ROUNDS];
 } LayerTimes;
@@ -6910,14 +6909,14 @@ static double median(double *values, size_t count) {
     return values[count / 2];
 }
 
-/* The bytes that forward and backward of a row must move, at a minimum, for n images:
+/* Returns how many bytes a row must move at least, forward and backward, for n images:
 
      bytes of an element * (share * (in_accesses * in + out_accesses * out) + extra_accesses * out)
 
-   `in` and `out` are numbers of elements, `in` with the weights; kinds[] has the accesses. A row
-   that reads the images makes only 2 of the 3 accesses, since it computes no gradient for them. A
-   fused residual is read once. The backward pass of a fused ReLU or max-pool accesses the output
-   three more times. */
+   `in` and `out` count elements, and `in` includes the weights; kinds[] gives the accesses to each
+   element. A convolution or linear layer that reads the images makes only 2 of the 3 accesses,
+   since it computes no gradient for the images. A fused residual is read once. The backward pass of
+   a fused ReLU or max-pool accesses the output three more times. */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
     const Fusion *fused = &net->row_plans[row].fused;
@@ -6936,7 +6935,7 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
            (share * (in_accesses * in + out_accesses * out) + extra_accesses * out);
 }
 
-// Memory bandwidth in bytes per second, measured by out = in + residual
+// Returns the memory bandwidth in bytes per second, measured with out = in + residual.
 static double measure_bandwidth(const Run *run) {
     const Kernels *k = run->kernels;
     const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // small images: many of them
@@ -6956,7 +6955,7 @@ static double measure_bandwidth(const Run *run) {
     return (double)bytes / median(seconds, LAYER_ROUNDS);
 }
 
-// Times the rows of training steps without an update, and counts the operations in the first one.
+// Times the rows in training steps that make no update; counts the operations in the first step.
 static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *flops) {
     Net *net = &run->net;
     const Device *d = net->device;
@@ -6977,18 +6976,18 @@ static void time_rows(Run *run, const Batch *batch, LayerTimes *times, double *f
     net->marks_rows = false;
 }
 
-// What --layers shows of a row
+// What --layers shows for a row
 typedef struct LayerFigures {
     double forward_ms, backward_ms, gflops, gb_per_s;
-    double percent_of_peak; // of the limit that bounds the row; NAN if that is not known
+    double percent_of_peak; // of the limit that bounds the row; NAN if it is unknown
     // the column "saved": operations of the definition / operations that were executed
     double operation_ratio;
-    const char *bound; // "compute" or "memory", or "" if that is not known
+    const char *bound; // "compute" or "memory", or "" if the peak is unknown
 } LayerFigures;
 
-/* A row is bound by compute or by memory, whichever takes longer at this device's peak and
-   bandwidth, which are in operations and bytes per second. `flops` is what the row executes for n
-   images. */
+/* Returns the figures of a row. A row is bound by compute or by memory, whichever would take longer
+   at the limits of this device: `peak` operations per second and `bandwidth` bytes per second.
+   `flops` is how many operations the row executes for n images. */
 static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTimes *times,
                                   double flops, double peak, double bandwidth) {
     const double bytes = row_bytes(net, row, n);
@@ -7012,7 +7011,7 @@ static LayerFigures layer_figures(const Net *net, size_t row, size_t n, LayerTim
     "layer=%s kind=%s out_shape=%s params=%zu mflop=%.3f forward_ms=%.4f backward_ms=%.4f " \
     "gflops=%.2f gb_per_s=%.2f percent_of_peak=%.1f saved=%.3f bound=%s"
 
-// A line of the table, and a row of layers.csv
+// Prints a line of the table, and a row of layers.csv.
 static void print_layer(FILE *out, FILE *csv, const Net *net, size_t row, const LayerFigures *f) {
     const Layer *l = &net->layers[row];
     const char *bound = *f->bound ? f->bound : "-";
@@ -7044,8 +7043,8 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
             "backward", "GFLOP/s", "GB/s", "%", "saved", "limited by");
 }
 
-/* Prints the median time of each row on a training batch, next to the limits of this machine. A
-   fused row has no line of its own: its time is included in the row into which it is fused. */
+/* Prints the median time of each row for a training batch, next to the limits of this machine. A
+   fused row has no line of its own: its time is part of that of the row into which it is fused. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->layer_count * sizeof *times, "the layers' times");
@@ -7095,7 +7094,7 @@ static void print_per_class(const Run *run) {
     }
 }
 
-// A row of predictions.csv. If `bytes` is NULL, its last column is empty.
+// Prints a row of predictions.csv. If `bytes` is NULL, the last column is empty.
 static void print_prediction(FILE *csv, const Run *run, size_t image, size_t epoch,
                              const uint8_t *bytes) {
     const Shape shape = run->dataset_info.shape;
@@ -7120,9 +7119,9 @@ static void print_variants(FILE *csv, const Run *run, size_t image) {
     }
 }
 
-/* predictions.csv: the label of each test image and the class predicted in the last test. The first
-   SAMPLES correctly classified images, and as many misclassified ones, have their pixels, in
-   hexadecimal; the first AUGMENTED of each also have their variants. */
+/* Writes predictions.csv: the label of each test image and the class predicted for it in the last
+   test. The first SAMPLES correctly classified images, and as many misclassified ones, have their
+   pixels, in hexadecimal; the first AUGMENTED images of both kinds also have their variants. */
 static void write_predictions(const Run *run) {
     enum { SAMPLES = 32, AUGMENTED = 2 };
     const size_t size = shape_size(run->dataset_info.shape);
@@ -7174,8 +7173,8 @@ static void write_profile(Run *run, int begin, int end) {
 
    From the command line to a network that is ready to train: settings, ranks, devices, data, memory
    and weights. The memory of networks, loaders and communication is planned and printed before any
-   of it is allocated. The section begins with the saving and resuming of a run, which training uses
-   as well. */
+   of it is allocated. The section begins with the functions that save and resume a run; training
+   saves checkpoints with them, too. */
 
 // ---- Checkpoints of a run
 
@@ -7210,7 +7209,8 @@ static void sync_log(FILE *csv, const char *name) {
         die_file("cannot write to", name);
 }
 
-// A collective call. The logs that a checkpoint relies on are synced first.
+// Saves a checkpoint if --checkpoint is given; first syncs the logs, which a resumed run continues.
+// All ranks must call it.
 static void save_checkpoint(Run *run) {
     char metadata[METADATA_SIZE];
     exchange_steps(run, &run->epoch_result);
@@ -7225,7 +7225,7 @@ static void save_checkpoint(Run *run) {
                  run->settings.checkpoint);
 }
 
-// Dies unless this line "key=value" of the checkpoint and this run's are the same.
+// Dies unless a line "key=value" of the checkpoint is the same as this run's line.
 static void compare_lines(const char *path, const char *theirs, const char *ours) {
     const int found = (int)strcspn(theirs, "\n"), length = (int)strcspn(ours, "\n");
     const size_t key_length = strcspn(ours, "=");
@@ -7267,7 +7267,7 @@ static void read_epoch_sums(EpochResult *e, const char *metadata) {
                &e->train_loss_sum, &e->train_correct);
 }
 
-// fp16: reads the loss scale, if the metadata has it, and copies it to the device.
+// Reads fp16's loss scale, if the metadata has it, and copies it to the device.
 static void read_loss_scale(Run *run, const char *metadata) {
     LossScale *scale = &run->loss_scale;
     const char *line = strstr(metadata, "\nloss_scale=");
@@ -7282,9 +7282,9 @@ static _Noreturn void die_no_position(const TensorFile *f) {
         (int)strcspn(f->metadata, "\n"), f->metadata);
 }
 
-// Reads from a checkpoint's metadata the position and what else changes during a run. The
-// comparison writes this run's metadata anew and compares the texts: once the position is that of
-// the checkpoint, only settings can differ.
+// Reads the position, and what else changes during a run, from a checkpoint's metadata. Then
+// compares that metadata with what this run would write: since the position is now that of the
+// checkpoint, only settings can differ.
 static void read_position(Run *run, const TensorFile *f) {
     static const char format[] = "format=pt epoch=%9zu batch=%9zu";
     const int numbers = sscanf(f->metadata, format, &run->epoch, &run->batch_index);
@@ -7293,11 +7293,11 @@ static void read_position(Run *run, const TensorFile *f) {
     read_epoch_sums(&run->epoch_result, f->metadata);
     read_loss_scale(run, f->metadata);
     compare_with_checkpoint(run, f);
-    if (run->batch_index >= run->epoch_steps) // which depends on the settings
+    if (run->batch_index >= run->epoch_steps) // epoch_steps depends on the settings
         die_no_position(f);
 }
 
-// Continues from the checkpoint, if it exists; the settings that determine the result must agree.
+// Continues from the checkpoint, if it exists. The settings that determine the result must agree.
 static void resume_checkpoint(Run *run) {
     const char *path = run->settings.checkpoint;
     const bool prints = run->comm.rank == 0;
@@ -7318,7 +7318,7 @@ static void resume_checkpoint(Run *run) {
 
 // ---- Settings that depend on each other
 
-// "2" stands for every 2 epochs, "100steps" for every 100 steps.
+// Parses --save-every: "2" stands for every 2 epochs, "100steps" for every 100 steps.
 static void parse_save_every(Run *run) {
     const char *text = run->settings.save_every;
     const size_t digits = strspn(text, "0123456789");
@@ -7365,7 +7365,7 @@ static void check_contradictions(const Settings *s) {
                 rules[i].option, option_text_by_name(text, s, rules[i].option));
 }
 
-// For ranks other than 0: only rank 0 writes to the run folder and reports.
+// Turns off the outputs of a rank other than 0: only rank 0 writes to the run folder and reports.
 static void silence_rank(Settings *s) {
     s->out = "";
     s->save_model = false;
@@ -7374,7 +7374,7 @@ static void silence_rank(Settings *s) {
     s->layers = false;
 }
 
-// Returns a second stream to the standard output, for what --quiet still prints.
+// Returns a second stream to the standard output, for what is printed even with --quiet.
 static FILE *second_stdout(void) {
     const int fd = dup(STDOUT_FILENO);
     if (fd < 0)
@@ -7391,7 +7391,8 @@ static FILE *second_stdout(void) {
 
 // ---- Ranks
 
-// Ranks are processes if a launcher started several, and threads otherwise.
+// Sets the number of ranks and how they communicate. They are processes if a launcher started
+// several, and threads otherwise.
 static void join_ranks(Communicator *c, Settings *s) {
     c->settings = s;
     c->world = max_size(max_size(s->gpus, s->replicas), 1);
@@ -7410,7 +7411,8 @@ static void join_ranks(Communicator *c, Settings *s) {
     c->replicas = launched ? 1 : c->world;
 }
 
-// Only rank 0 prints, and with --quiet only what was asked for.
+// Discards what is printed to stdout, except by rank 0 without --quiet. With --quiet, rank 0 still
+// prints what was asked for, to `results`.
 static void redirect_output(Recorder *r, size_t rank, bool quiet) {
     r->results = stdout;
     if (quiet)
@@ -7421,12 +7423,12 @@ static void redirect_output(Recorder *r, size_t rank, bool quiet) {
         die_file("cannot open", "/dev/null");
 }
 
-// Returns how many ranks load images: all of them or, under dp, the master.
+// Returns how many ranks load images for training: all of them or, under dp, only the master.
 static size_t count_loaders(const Communicator *c) {
     return c->dp ? 1 : c->world;
 }
 
-// Sets the number of images in a step: over all devices (--global-batch) and for each loader
+// Sets the number of images in a step: on all devices together (--global-batch) and for each loader
 // (--batch-size).
 static void setup_batch(Run *run) {
     Settings *s = &run->settings;
@@ -7443,8 +7445,8 @@ static void setup_batch(Run *run) {
         s->test_batch_size = run->batch_per_device;
 }
 
-// Sets --lr, which --lr-scaling multiplies by the whole batch / the model's default batch, or by
-// the square root of that ratio.
+// Sets --lr. --lr-scaling multiplies it by the size of the whole batch / the model's default batch
+// size, or by the square root of that ratio.
 static void setup_learning_rate(Settings *s, size_t default_batch_size) {
     const double factor = (double)s->global_batch / (double)default_batch_size;
     if (s->lr == 0)
@@ -7493,8 +7495,8 @@ static void setup_settings(Run *run, int argc, char **argv) {
 
 // ---- Devices and kernels
 
-// Makes the calling thread compute for this rank. Divides the device's memory among the ranks of
-// this process that share it.
+// Makes the calling thread compute on this rank's device. If several ranks of this process share
+// the device, each may use an equal part of its memory.
 static void use_device(Run *run) {
     const Communicator *c = &run->comm;
     size_t ranks_per_device = c->replicas; // on a CPU
@@ -7505,15 +7507,15 @@ static void use_device(Run *run) {
     run->device_info.memory /= (double)ranks_per_device;
 }
 
-// Returns the i-th table of kernels of a GPU or of the CPU, or NULL after the last one. They are in
-// ascending order of preference: choose_kernels() takes the last one that fits.
+// Returns the i-th table of kernels of a GPU or of the CPU, or NULL after the last one. The tables
+// are in ascending order of preference: choose_kernels() takes the last one that fits.
 static const Kernels *kernels_of(bool gpu, size_t i) {
     if (gpu)
         return cuda_kernels(i);
     return i < CPU_KERNELS ? cpu_kernels[i] : NULL;
 }
 
-// Lists the kernels of a device: "naive in fp32, fast in fp32"
+// Writes the kernels of a device to `list`, such as "naive in fp32, fast in fp32".
 static void list_kernels(char *list, size_t size, bool gpu) {
     size_t length = 0;
     for (size_t i = 0; kernels_of(gpu, i); i++) {
@@ -7543,8 +7545,8 @@ static _Noreturn void refuse_kernels(const Settings *s, bool gpu) {
         device, list);
 }
 
-// The best kernels of this device that --kernels and --precision allow. Without either option these
-// are the best ones in fp32. With --kernels tensor alone they are those in tf32.
+// Returns the best kernels of this device that --kernels and --precision allow: with neither
+// option, the best ones in fp32; with --kernels tensor alone, those in tf32.
 static const Kernels *choose_kernels(const Settings *s, bool gpu) {
     const bool any = s->kernels == KERNELS_BEST && s->precision == PRECISION_BEST;
     const Precision precision = any ? FP32 : s->precision;
@@ -7580,8 +7582,8 @@ static void check_device(const Run *run, const char *why_not) {
             precision, run->device_info.name);
 }
 
-// A step launched as one CUDA graph cannot be observed from inside, so --profile, --trace and
-// --layers turn graphs off, as several devices do.
+// Turns --graph off with several devices, and with --profile, --trace or --layers, since a step
+// that is launched as one CUDA graph cannot be observed from inside.
 static void setup_graph(Run *run) {
     Settings *s = &run->settings;
     const bool observed = s->profile || *s->trace || s->layers;
@@ -7604,7 +7606,7 @@ static void print_device(const Run *run, const char *why_not) {
         printf("Emulated: CUDA code on the CPU. Results are valid; times mean nothing.\n");
 }
 
-// Returns the number of GPUs that a run may use, or 0 and the reason why there is none.
+// Returns the number of GPUs that a run may use. If there is none, returns 0 and stores the reason.
 static size_t count_gpus(const Settings *s, const char **why_not) {
     const bool is_built_in = cuda_kernels != NULL; // a weak function: see section 3
     if (s->replicas > 1)
@@ -7618,7 +7620,7 @@ static size_t count_gpus(const Settings *s, const char **why_not) {
     return 0;
 }
 
-// Chooses devices and kernels: GPUs, if there are any and --no-cuda is not given, else the CPU.
+// Chooses devices and kernels: GPUs if there are any and --no-cuda is not given, otherwise the CPU.
 // Stores the reason if there is no GPU.
 static void choose_device(Run *run, const char **why_not) {
     Settings *s = &run->settings;
@@ -7636,7 +7638,7 @@ static void choose_device(Run *run, const char **why_not) {
             option, c->world, run->devices);
     if (gpus > 0)
         s->gpus = max_size(s->gpus, 1);
-    s->kernels = run->kernels->choice; // checkpoints compare both
+    s->kernels = run->kernels->choice; // --resume compares both options
     s->precision = run->kernels->precision;
     c->device_number %= run->devices;
 }
@@ -7653,8 +7655,8 @@ static void setup_device(Run *run) {
 
 // ---- Data
 
-// Loads the training set or the test set from a folder, or generates its images if `dir` is NULL:
-// at most `limit` of them, or all if that is 0.
+// Loads the training set or the test set from a folder, or generates its images if `dir` is NULL.
+// The set has at most `limit` images; 0 means no limit.
 static void load_set(Dataset *set, const DatasetInfo *info, const char *dir, Split split,
                      size_t limit) {
     const size_t most = limit ? limit : UINT32_MAX;
@@ -7691,7 +7693,7 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
 
-// Loads a data set if its files are found; "synthetic" needs none.
+// Loads a data set if its files are found; returns whether they are. "synthetic" needs no files.
 static bool try_dataset(Run *run, const char *name) {
     char dir[PATH_SIZE] = "";
     if (strcmp(name, "synthetic") == 0) {
@@ -7704,15 +7706,15 @@ static bool try_dataset(Run *run, const char *name) {
     return found;
 }
 
-// Loads the data set. With --dataset auto, it is the first of the model's data sets that is found,
-// of which the last one is "synthetic".
+// Loads the data set. With --dataset auto, tries the model's data sets in order and loads the first
+// one that is found. The last one in this list is "synthetic".
 static void setup_data(Run *run) {
     const Settings *s = &run->settings;
     const bool automatic = strcmp(s->dataset, "auto") == 0;
     char where[PATH_SIZE] = "./data, the folder data beside ./cnn, or /usr/share/datasets";
     char names[128], *rest;
     snprintf(names, sizeof names, "%s", automatic ? run->model->datasets : s->dataset);
-    const char *name = strtok_r(names, " ", &rest); // which ends `names` after the first one
+    const char *name = strtok_r(names, " ", &rest); // `names` now ends after the first one
     while (name) {
         const bool loaded = try_dataset(run, name);
         if (loaded)
@@ -7729,15 +7731,16 @@ static void setup_data(Run *run) {
 
 // ---- Memory: planned, printed, and only then allocated
 
-// Returns this rank's share of the bytes of the images and labels, which are already in memory. The
-// replicas of a process share them.
+// Returns this rank's share of the bytes of the images and labels, which are already in memory and
+// shared by the replicas of a process.
 static double data_bytes(const Run *run) {
     const double images = (double)(run->train_set.count + run->test_set.count);
     const double bytes = images * (double)(shape_size(run->dataset_info.shape) + 1);
     return bytes / (double)run->comm.replicas;
 }
 
-// Returns the bytes of this rank for a use; if on_device, only those on the device.
+// Returns how many bytes of memory this rank has planned for a use; if on_device, only those on the
+// device.
 static double run_bytes(const Run *run, MemoryUse use, bool on_device) {
     const MemoryPlan *plans[] = {&run->net.plan, &run->plan, &run->comm.plan,
                                  &run->train_loader.plan, &run->test_loader.plan};
@@ -7807,12 +7810,13 @@ static void setup_epoch(Run *run) {
     const Settings *s = &run->settings;
     run->epoch_images = ceil_div(run->train_set.count, count_loaders(&run->comm));
     run->epoch_steps = ceil_div(run->epoch_images, s->batch_size);
-    // One more, for what a step does after log_step() has written the others
+    // One more: after log_step() has written the others, the rest of a step is charged to it
     run->recorder.steps_capacity = min_size(s->log_interval, run->epoch_steps) + 1;
 }
 
-// Plans what this rank will allocate, with the data set on the device or not. Returns the bytes on
-// the device; on a CPU, all of them. May be called several times: each call makes the plans anew.
+// Plans what this rank will allocate, with the data set on the device if `resident`. Returns how
+// many bytes will be on the device; on a CPU, how many there will be in all. May be called several
+// times: each call makes the plans anew.
 static double plan_run(Run *run, bool resident) {
     const Settings *s = &run->settings;
     Net *net = &run->net;
@@ -7825,9 +7829,9 @@ static double plan_run(Run *run, bool resident) {
     return run_bytes(run, FOR_ANYTHING, run->device->is_gpu);
 }
 
-// Plans the run. The data set stays on the device if at least 10 % of the memory remains free, or
-// if copying it batch by batch would not save memory. Returns the bytes on the device, as
-// plan_run() does.
+// Plans the run. The data set stays on the device if more than 10 % of the memory then remains
+// free, or if copying the data set batch by batch would not save memory. Returns the bytes on the
+// device, as plan_run() does.
 static double plan_residency(Run *run) {
     enum { COPY_BATCHES = false, RESIDENT = true };
     if (!run->settings.resident || !run->device->is_gpu || run->comm.dp)
@@ -7909,7 +7913,7 @@ static void free_run(Run *run) {
 
 // ---- Outputs
 
-// Returns the file that --save-model writes.
+// path = the file that --save-model writes
 static void model_path(const Run *run, char path[PATH_SIZE]) {
     if (*run->settings.out)
         join_path(path, run->settings.out, "model.safetensors");
@@ -7933,7 +7937,7 @@ static void check_writable(const char *path) {
     unfinished = NULL;
 }
 
-// Opens and locks the file `path`, beside the checkpoint.
+// Opens and locks the file `path`, which is beside the checkpoint.
 static int open_lock(const char *path, const char *checkpoint) {
     const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0)
@@ -7943,15 +7947,15 @@ static int open_lock(const char *path, const char *checkpoint) {
     return fd;
 }
 
-// Returns whether an open file still has a name: another process that opens the same name gets this
-// file. If that cannot be found out, it counts as named.
+// Returns whether an open file still has a name, so that another process that opens this name gets
+// the same file. If this cannot be determined, returns true.
 static bool has_name(int fd) {
     struct stat file;
     const int error = fstat(fd, &file);
     return error || file.st_nlink > 0;
 }
 
-// Locks the checkpoint for this run, until it ends. The lock is on a file beside it, since each
+// Locks the checkpoint until this run ends. The lock is on a file beside the checkpoint, since each
 // save replaces the checkpoint itself.
 static void lock_checkpoint(const char *checkpoint) {
     char target[PATH_SIZE], path[sizeof lock_file];
@@ -7993,7 +7997,8 @@ static void load_weights(Run *run, const char *path) {
         printf("Loaded the weights in %s\n", path);
 }
 
-// Sets the position, and the weights: random, from --load, or both from a checkpoint.
+// Sets the position of the run, and its weights. The weights are random or from --load; a run that
+// resumes has both position and weights from the checkpoint.
 static void setup_weights(Run *run) {
     const Settings *s = &run->settings;
     run->epoch = 1;
@@ -8043,7 +8048,8 @@ static void print_locations(const Run *run, const Location *locations) {
            choice_word("--parallel", (int)run->settings.parallel), who_adds_gradients(c));
 }
 
-// A collective call: rank 0 prints the device of each rank, and ends the run if two share a GPU.
+// Prints, on rank 0, the device of each rank, and ends the run if two processes share a GPU. All
+// ranks must call it.
 static void check_and_print_ranks(Run *run) {
     Communicator *c = &run->comm;
     const char *node = getenv("SLURMD_NODENAME"); // the name that Slurm's users know
@@ -8061,14 +8067,14 @@ static void check_and_print_ranks(Run *run) {
     free(locations);
 }
 
-// A collective call. Ranks that are processes have their own command lines and files: dies unless
-// their settings, positions and weights are the same.
+// Dies unless settings, positions and weights are the same on all ranks, since ranks that are
+// processes have their own command lines and files. All ranks must call it.
 static void check_ranks_agree(Run *run) {
     const Settings *s = &run->settings;
     char metadata[METADATA_SIZE];
     run_metadata(run, metadata);
     uint64_t hash = hash_bytes(HASH_START, metadata, strlen(metadata));
-    // Settings that no checkpoint holds, but that all ranks must share
+    // Settings that are not in checkpoints, but that must be the same on all ranks
     const size_t other_settings[] = {s->epochs, s->max_steps,  s->log_interval, s->test_batch_size,
                                      s->eval,   s->limit_test, s->dry_run,      s->oversubscribe};
     hash = hash_bytes(hash, s->save_every, strlen(s->save_every));
@@ -8079,11 +8085,11 @@ static void check_ranks_agree(Run *run) {
 
 /* ==== 15. train(), test(), main() ================================================================
 
-   The program itself: each function here consists of a few calls to the sections above. */
+   The program itself: each function here makes a few calls to functions of the sections above. */
 
 // optimizer.step(). On a CPU the gradients are checked first, but only at the log interval, since
-// that reads all of them. Under dp only the master makes the update; the other ranks fetch its
-// parameters by dp_load().
+// the check reads all of them. Under dp only the master makes the update; dp_load() copies its
+// parameters to the other ranks.
 static void update_weights(Run *run) {
     if (at_log_interval(run) && !run->device->is_gpu)
         check_gradients_finite(&run->net, run->epoch, run->batch_index + 1);
@@ -8096,7 +8102,7 @@ static size_t step_kind(const Run *run, const Batch *batch) {
     return batch->n < run->net.max_batch ? SHORT_STEP : FULL_STEP;
 }
 
-// Returns whether this step is launched as a CUDA graph, which the first such step captures.
+// Returns whether this step is launched as a CUDA graph. The first such step captures the graph.
 static bool uses_graph(const Run *run, const Batch *batch) {
     return run->settings.graph && run->graphs.kernels_loaded[step_kind(run, batch)];
 }
@@ -8115,7 +8121,7 @@ static BatchLoss replay_step(Run *run, const Batch *batch) {
     }
     run->device->replay(*graph);
     run->device->synchronize();
-    const BatchLoss loss = average_losses(net->staging[0], batch->n); // where the graph copies it
+    const BatchLoss loss = average_losses(net->staging[0], batch->n); // copied by the graph
     check_loss(net, batch, loss);
     return loss;
 }
@@ -8162,8 +8168,9 @@ static bool is_last_step(const Run *run) {
     return run->batch_index == 0 || run->settings.dry_run || training_is_over(run);
 }
 
-// Ends a step's trace and Nsight's recording, advances the position, and saves the checkpoint if it
-// is due. At the end of an epoch it is saved later, after the test.
+// Ends a step's trace and, after the last of --trace-steps, Nsight's recording; advances the
+// position, and saves a checkpoint if one is due. At the end of an epoch, the checkpoint is saved
+// later, after the test.
 static void finish_step(Run *run, const Batch *batch) {
     trace_step(run);
     run->graphs.kernels_loaded[step_kind(run, batch)] = true;
@@ -8175,9 +8182,10 @@ static void finish_step(Run *run, const Batch *batch) {
         save_checkpoint(run);
 }
 
-/* AT(LOAD, statement) executes the statement, and adds its time to this line of the profile and to
-   PHASE_LOAD of the step, which is a column of steps.csv; what follows log_step() counts towards
-   the next step. The statement may be an assignment. AT uses the variable `run` of its function. */
+/* AT(LOAD, statement) executes the statement. The time it takes is added to this line of the
+   profile and to PHASE_LOAD of the step, which is a column of steps.csv; the time of lines after
+   log_step() counts toward the next step. The statement may be an assignment. AT uses the variable
+   `run` of the function in which it stands. */
 #define AT(name, ...)                                                          \
     do {                                                                       \
         double *const phase = &current_step(run)->phases[PHASE_##name];        \
@@ -8240,7 +8248,7 @@ static void test_batches(Run *run) {
         totals[IMAGES_CORRECT] += loss.correct_images;
         batch = loader_next(&run->test_loader);
     }
-    net->images = NULL; // the loader's memory: from here on, row 0 has its own again
+    net->images = NULL; // was in the loader's memory; from here on, row 0 uses its own again
 }
 
 // Tests this rank's share of the test set; the result covers all ranks.
@@ -8309,7 +8317,7 @@ static void train_epochs(Run *run) {
     }
 }
 
-// A run that --max-steps or a signal ends early counts as stopped, not as complete.
+// Returns COMPLETE or, if --max-steps or a signal has ended the run early, STOPPED.
 static RunStatus final_status(const Run *run) {
     const Settings *s = &run->settings;
     if (s->eval || s->dry_run || run->epoch > s->epochs)
@@ -8317,7 +8325,7 @@ static RunStatus final_status(const Run *run) {
     return STOPPED;
 }
 
-// What each rank does after settings, device and data are set up
+// Runs a rank, after settings, device and data have been set up.
 static void run_rank(Run *run) {
     setup_epoch(run);
     setup_memory(run);
@@ -8348,9 +8356,9 @@ static void *replica_main(void *argument) {
     return NULL;
 }
 
-/* Makes `replica` a copy of rank 0's run, which has allocated only the images and the team, for
-   another rank of this process. They share both, and run_main() frees them. Everything else is the
-   rank's own; replica_main() frees it. */
+/* Makes `replica`, the run of another rank of this process, a copy of rank 0's run. At this point,
+   rank 0's run has allocated only the images and the team. The ranks share these, and run_main()
+   frees them. What a replica allocates from then on is its own, and replica_main() frees it. */
 static void init_replica(Run *replica, const Run *run, size_t rank) {
     *replica = *run;
     silence_rank(&replica->settings);
@@ -8376,14 +8384,14 @@ static void run_ranks(Run *run) {
     free(replicas);
 }
 
-// 128 + the number of the signal that has stopped the run, or 0
+// Returns 128 + the number of the signal that has stopped the run, or 0.
 static int exit_status(const Run *run) {
     const bool stopped_by_signal = end_requested(run) && run->recorder.status == STOPPED;
     return stopped_by_signal ? run->checkpointing.request : 0;
 }
 
-// Prints and writes what the options ask for, after the run. A run that a signal has stopped skips
-// results that need a complete run.
+// Prints and writes what the options ask for at the end of a run. If a signal has stopped the run,
+// omits the results that need a complete one.
 static void write_results(Run *run, int status) {
     const Settings *s = &run->settings;
     const bool finished = status == 0;
@@ -8428,7 +8436,7 @@ static int run_main(int argc, char **argv) {
     unlink(lock_file);
     before_dying = NULL; // the run folder is complete
     free_run(&run);
-    free(run.comm.team); // which the ranks of this process shared
+    free(run.comm.team); // shared by the ranks of this process
     free_dataset(&run.train_set);
     free_dataset(&run.test_set);
     return status;
@@ -8436,9 +8444,9 @@ static int run_main(int argc, char **argv) {
 
 #ifndef CNN_NO_MAIN // the tests include this file and bring their own
 
-/* Login and compute nodes differ. main() is compiled for any CPU of the family, so that it can
-   report a feature that cnn was built for and this CPU lacks; otherwise SIGILL would kill the
-   program. */
+/* Login and compute nodes may have different CPUs. main() is compiled for any CPU of the family, so
+   that it can report a feature that the program was built for and this CPU lacks; otherwise SIGILL
+   would kill the program. */
 #if defined(__x86_64__)
 __attribute__((target("no-avx")))
 #endif
