@@ -1020,9 +1020,9 @@ typedef struct StepInputs {
 /* How a GPU treats losses and gradients that are not finite:
    - In fp32, tf32 and bf16, the GPU skips all further updates, until the host reads not_finite at
      the log interval and ends the run.
-   - In fp16, gradients below 6e-8 would become 0. So the loss is multiplied by `scale`, and the
-     update divides the gradients by it. If a gradient is not finite, one update is skipped and the
-     scale is halved; after GROWTH_INTERVAL steps with finite gradients, the scale is doubled.
+   - In fp16, gradients below 3e-8 would become 0. So the loss is multiplied by `scale`, and the
+     update divides the gradients by it. If a loss or a gradient is not finite, one update is
+     skipped and the scale is halved; after GROWTH_INTERVAL steps without any, it is doubled.
      (Micikevicius et al., "Mixed precision training", arXiv:1710.03740; numbers as in PyTorch's
      GradScaler.) # AMP */
 struct LossScale {
