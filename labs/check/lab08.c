@@ -225,11 +225,10 @@ static void forward_messages(void) {
         ranks.sent[left] += sent;
         ranks.largest = max_size(ranks.largest, sent);
         if (sent != ranks.message[r].expected)
-            WRONG(
-                "step %zu: rank %zu sends %zu numbers, but its right neighbor, rank %zu, expects "
-                "%zu: both have to mean the same part",
-                ranks.steps, left, sent / sizeof(real), r,
-                ranks.message[r].expected / sizeof(real));
+            WRONG("step %zu: rank %zu sends %zu numbers, but its right neighbor, rank %zu, expects "
+                  "%zu: both have to mean the same part",
+                  ranks.steps, left, sent / sizeof(real), r,
+                  ranks.message[r].expected / sizeof(real));
     }
     for (size_t r = 0; r < n; r++) {
         size_t left = (r + n - 1) % n;
