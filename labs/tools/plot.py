@@ -407,7 +407,7 @@ def draw_roofline(runs):
 def draw_matrix(axis, counts, names, size):
     """The confusion matrix, in per cent of each class; the names in letters of that size."""
     share = 100 * counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-    picture = axis.imshow(share, cmap="Grays", vmin=0, vmax=100)
+    picture = axis.imshow(share, cmap="Greys", vmin=0, vmax=100)
     axis.figure.colorbar(picture, ax=axis, label="% of the class's images", shrink=0.8)
     if len(names) <= 20:
         for i, j in zip(*np.where(share.round() > 0)):
