@@ -33,7 +33,7 @@
 
    A section builds on the sections before it. Four names are declared before they are defined:
      LossScale            used in section 2, defined in section 3
-     die()                used in section 2, by students' stubs; defined in section 3
+     die()                used by students' stubs in section 2, defined in section 3
      naive_kernels        used in section 4, defined in section 7
      cpu_peak_gflops()    used in section 7, defined in cnn_kernels.c
    Sections 1 to 7 plan a training step and compute it; 8 to 11 provide the images, run the step on
@@ -246,9 +246,9 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 
    Gradients: dX is the derivative of the loss with respect to X. In comments, "x (=)" says that a
    function sets x, and "x (+=)" that it adds to x. The backward function of a layer without
-   parameters is called only if din is needed; those of the other layers must test din for NULL. How
-   a sum is split and in which order its parts are added depends only on the shapes, so results are
-   bit-identical for any --threads.
+   parameters is called only if din is needed; the other backward functions must test din for NULL.
+   The shapes alone determine how a sum is split and in which order its parts are added, so results
+   are bit-identical for any number of threads.
 
    Convolutions keep the output channels in the innermost loop, where weights and outputs are
    contiguous, so that the compiler vectorizes this loop. Each output is still the same sum, in the
@@ -1949,9 +1949,9 @@ static size_t count_reads(const Net *net, size_t row) {
 }
 
 // Returns whether the reader of a row may write its result over the row's output. There must be no
-// other reader, the output must not be the images, and two backward passes must not need it: the
-// row's own, and that of the row whose kernels wrote it. The kernels' fuse() decides whether the
-// reader's backward pass allows the overwriting.
+// other reader, the output must not be the images, and two rows must not need it in their backward
+// passes: this row, and the row whose kernels wrote the output. The kernels' fuse() decides whether
+// the reader's backward pass allows the overwriting.
 static bool is_output_disposable(const Net *net, size_t row) {
     const size_t writer = net->row_plans[row].computed_by;
     if (row == 0)
@@ -1962,7 +1962,7 @@ static bool is_output_disposable(const Net *net, size_t row) {
 }
 
 /* Makes a convolution's kernels compute the max-pool that follows. The convolution's backward pass
-   then includes that of the ReLU between the two. It also includes that of the ReLU before the
+   then also computes the backward pass of the ReLU between the two, and of the ReLU before the
    convolution, unless another row reads this ReLU. For example, in conv1 -> relu -> conv2 -> relu
    -> pool, where both ReLUs have been fused:
                                   conv1           conv2           conv2
@@ -4475,7 +4475,7 @@ static void add_bucket(Communicator *c, size_t first, size_t end) {
     c->bucket_count++;
 }
 
-// Divides the gradients into buckets, starting with those of the last layer. The first bucket is
+// Divides the gradients into buckets, starting with the last layer. The first bucket is
 // small, so that communication begins early (as in PyTorch).
 static void plan_buckets(Communicator *c) {
     const Net *net = c->net;
@@ -4905,8 +4905,8 @@ static void append_ignored_state(TensorList *list, const Net *net) {
             append_state(list, net, o, i, NULL);
 }
 
-// Compares tensors for qsort(). The order is that of the safetensors library: the integers first,
-// then by name.
+// Compares tensors for qsort(). The order is the safetensors library's: the integers first, then by
+// name.
 static int compare_names(const void *a, const void *b) {
     const Tensor *x = a, *y = b;
     if (x->counter && !y->counter)
@@ -5620,7 +5620,7 @@ static void parse_file(Settings *s, const char *path) {
     parse_text(s, text);
 }
 
-// Sets the defaults of the table, then those of a model, unless model_defaults is NULL.
+// Sets the table's defaults, then the model's, unless model_defaults is NULL.
 static void parse_defaults(Settings *s, const char *model_defaults) {
     *s = (Settings){.kernels = KERNELS_BEST, .precision = PRECISION_BEST};
     for (const Option *o = options; o < options + OPTIONS; o++)
@@ -6017,8 +6017,7 @@ static void print_csv_header(FILE *csv, const char *record) {
                     |   times read    |   not yet read  |
                               times_read = 2        marks_set = 5              */
 
-// Reads the times of the lines that have ended, oldest first, except those of the last `unread`
-// lines.
+// Reads the times of the lines that have ended, oldest first, except for the last `unread` lines.
 static void clock_read_times(LineClock *c, size_t unread) {
     const size_t ended = c->marks_set > 0 ? c->marks_set - 1 : 0;
     while (c->times_read + unread < ended) {
@@ -7044,7 +7043,7 @@ static void print_layers_head(const Run *run, size_t n, double peak, double band
 }
 
 /* Prints the median time of each row for a training batch, next to the limits of this machine. A
-   fused row has no line of its own: its time is part of that of the row into which it is fused. */
+   fused row has no line of its own: its time is part of the row into which it is fused. */
 static void measure_layers(Run *run) {
     Net *net = &run->net;
     LayerTimes *times = must_alloc(net->layer_count * sizeof *times, "the layers' times");
@@ -7283,8 +7282,8 @@ static _Noreturn void die_no_position(const TensorFile *f) {
 }
 
 // Reads the position, and what else changes during a run, from a checkpoint's metadata. Then
-// compares that metadata with what this run would write: since the position is now that of the
-// checkpoint, only settings can differ.
+// compares that metadata with what this run would write: since the run now has the
+// checkpoint's position, only settings can differ.
 static void read_position(Run *run, const TensorFile *f) {
     static const char format[] = "format=pt epoch=%9zu batch=%9zu";
     const int numbers = sscanf(f->metadata, format, &run->epoch, &run->batch_index);

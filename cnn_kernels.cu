@@ -1119,7 +1119,7 @@ template <bool NORM> struct Gradients {
 };
 
 /* Moments of in. Of a slice, a = sum of x - shift, b = sum of (x - shift)^2, where shift is its
-   first number, so that little is cancelled where the mean is large compared with the deviation.
+   first number, so that little is canceled where the mean is large compared with the deviation.
    Then a = mean, b = sum of (x - mean)^2. Slices are joined without cancellation (Chan, Golub,
    LeVeque, "Updating formulae and a pairwise algorithm for computing variances", 1979). */
 struct Moments {
