@@ -31,8 +31,8 @@
      14 Setting up                 saving and resuming, ranks, devices, data, memory, weights
      15 train(), test(), main()
 
-   A section builds on the sections before it. Four names are declared before they are defined:
-     LossScale            used in section 2, defined in section 3
+   A section builds on the sections before it. Apart from types to which there are only pointers,
+   three names are declared before they are defined:
      die()                used by students' stubs in section 2, defined in section 3
      naive_kernels        used in section 4, defined in section 7
      cpu_peak_gflops()    used in section 7, defined in cnn_kernels.c
@@ -795,47 +795,54 @@ static size_t most_likely(const real *logp, size_t classes) {
     return best;
 }
 
+// Returns the loss of an image: the sum over k of target[k] * -logp[k]. The target of the label is
+// at_label; the target of all other classes is elsewhere.
+static real smoothed_loss(const real *logp, size_t classes, uint8_t label, real at_label,
+                          real elsewhere) {
+    real loss = -at_label * logp[label];
+    if (elsewhere == 0)
+        return loss; // 0 * -infinity would be NaN
+    for (size_t k = 0; k < classes; k++)
+        if (k != label)
+            loss -= elsewhere * logp[k];
+    return loss;
+}
+
 /* Computes the negative log-likelihood with label smoothing e, which may be 0 (Szegedy et al.,
    arXiv:1512.00567, section 7). There is one loss per image; the loss of the batch is their mean.
      losses[i] = sum over k of target[k] * -logp[i][k],  target[k] = e / classes (+ 1 - e at label)
      correct[i] = 1 if the label is the most likely class, else 0
-     dlogp[i][k] = -target[k] / batch, where batch counts all ranks' images
+     dlogp[i][k] = -target[k] / all_images, which counts the images of all ranks
    If dlogp is NULL, it is not computed. */
 static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
-                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     const uint8_t *labels, size_t n, size_t all_images, size_t classes,
                      double smoothing, LossScale *scale) {
     (void)scale; // NULL on a CPU
     const real elsewhere = (real)(smoothing / (double)classes);
     const real at_label = (real)(1 - smoothing) + elsewhere;
     for (size_t i = 0; i < n; i++) {
         const real *image_logp = logp + i * classes;
-        const uint8_t label = labels[i];
-        const bool is_correct = most_likely(image_logp, classes) == label;
+        const bool is_correct = most_likely(image_logp, classes) == labels[i];
         correct[i] = is_correct ? 1 : 0;
-        losses[i] = -at_label * image_logp[label];
-        if (elsewhere == 0)
-            continue; // 0 * -infinity would be NaN
-        for (size_t k = 0; k < classes; k++)
-            if (k != label)
-                losses[i] -= elsewhere * image_logp[k];
+        losses[i] = smoothed_loss(image_logp, classes, labels[i], at_label, elsewhere);
     }
     if (!dlogp)
         return;
     for (size_t i = 0; i < n; i++)
         for (size_t k = 0; k < classes; k++) {
             const real target = k == labels[i] ? at_label : elsewhere;
-            dlogp[i * classes + k] = -target / (real)batch;
+            dlogp[i * classes + k] = -target / (real)all_images;
         }
 }
 
 /* ==== 3. Devices and helpers =====================================================================
 
-   This section has the remaining types, and helper functions. The first half is shared with
-   cnn_kernels.cu: settings, data, and what a kind of device and its kernels provide. The second
-   half has the clock, errors, threads, memory, files, the limits of the machine, hashes and the
-   events of a trace. An error ends in die(), with one line that says what failed and where and, if
-   possible, what was expected, what was found and what to do. (The one exception is main(), which
-   checks the CPU before anything else.) */
+   This section has the types that later sections share, and helper functions. The first half is
+   shared with cnn_kernels.cu: settings, data, and what a kind of device and its kernels provide.
+   The second half has the clock, errors, threads, memory, files, the limits of the machine, hashes
+   and the events of a trace. An error ends in die(), with one line that says what failed and where
+   and, if possible, what was expected, what was found and what to do. (The one exception is main(),
+   which checks the CPU before anything else.) */
 
 #endif // CNN_DECLARATIONS_ONLY
 
@@ -1118,7 +1125,7 @@ typedef struct Kernels {
     // A GPU multiplies dlogp by the scale and adds the number of losses that are not finite to
     // scale->not_finite. On a CPU, scale is NULL.
     void (*nll_loss)(real *losses, real *correct, real *dlogp, const real *logp,
-                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     const uint8_t *labels, size_t n, size_t all_images, size_t classes,
                      double smoothing, LossScale *scale);
     void (*update[OPTIMIZERS])(Update u);
     /* The rest is for the fast kernels; skip it on a first reading. fuse() is called only if row l
@@ -1730,37 +1737,20 @@ typedef struct Net {
 static const struct {
     const char *name;
     double flops; // forward, for each weight and output pixel
-    // For --layers: how many accesses a row needs at least. An access reads or writes every element
-    // of an array, or of its gradient, once. The comments at the rows name the arrays that forward
-    // accesses, then those that backward accesses. For a conv2d, forward reads in and weight and
-    // writes out; backward reads in and dout for dweight, then weight and dout for din. The input
-    // and the weights count together, as one array. A mask has one byte for each element, so an
-    // access to it counts as a quarter.
-    double in_accesses;  // to the input and the weights
-    double out_accesses; // to the output, and to the input where it has the same shape
-    bool saves;          // a byte for each output: an argmax or a mask
+    bool saves;   // a byte for each output: an argmax or a mask
     bool needs_out;
     size_t stats; // rows of statistics, with one number for each channel
 } kinds[KINDS] = {
     [INPUT] = {.name = "input"},
-    // in, weight, out; backward: in, dweight, dout; din, weight, dout
-    [CONV2D] = {.name = "conv2d", .flops = 2, .in_accesses = 3, .out_accesses = 3},
-    // in twice, out; backward: in twice, dout twice, din
-    [BATCHNORM2D] = {.name = "batchnorm2d", .stats = STATS_ROWS, .out_accesses = 8},
-    // in, out; backward: out, dout, din
-    [RELU] = {.name = "relu", .out_accesses = 5},
-    // in, out, mask; backward: dout, mask, din
-    [MAXPOOL2D] = {.name = "maxpool2d", .saves = true, .in_accesses = 2, .out_accesses = 2.5},
-    // in, out; backward: dout, din
-    [GLOBAL_AVGPOOL2D] = {.name = "global average pool", .in_accesses = 2, .out_accesses = 2},
-    // in, residual, out; backward: nothing, since the gradients share memory
-    [ADD] = {.name = "add", .out_accesses = 3},
-    // in, out, mask; backward: dout, mask, din
-    [DROPOUT] = {.name = "dropout", .saves = true, .out_accesses = 4.5},
-    // as a convolution
-    [LINEAR] = {.name = "linear", .flops = 2, .in_accesses = 3, .out_accesses = 3},
-    // in, out; backward: out, dout, din
-    [LOG_SOFTMAX] = {.name = "log_softmax", .needs_out = true, .out_accesses = 5},
+    [CONV2D] = {.name = "conv2d", .flops = 2},
+    [BATCHNORM2D] = {.name = "batchnorm2d", .stats = STATS_ROWS},
+    [RELU] = {.name = "relu"},
+    [MAXPOOL2D] = {.name = "maxpool2d", .saves = true},
+    [GLOBAL_AVGPOOL2D] = {.name = "global average pool"},
+    [ADD] = {.name = "add"},
+    [DROPOUT] = {.name = "dropout", .saves = true},
+    [LINEAR] = {.name = "linear", .flops = 2},
+    [LOG_SOFTMAX] = {.name = "log_softmax", .needs_out = true},
 };
 
 static size_t last_row(const Net *net) {
@@ -5722,7 +5712,8 @@ static void print_settings(const Settings *s) {
    the run, with exit status 128 + the signal's number; the same signal again ends the program at
    once. Each process stores the request in the StepResult of the current step. Several ranks
    exchange these results at the log interval, so all of them learn of the request after the same
-   step. A single rank acts on it after the current step. */
+   step. A single rank acts on it after the current step. A request that arrives during a test waits
+   for the next step; after the last step there is nothing left to stop. */
 enum { SAVE_REQUEST = 1, END_REQUEST = 128 };
 static volatile sig_atomic_t requested; // SAVE_REQUEST, END_REQUEST + the signal's number, or 0
 
@@ -6908,21 +6899,39 @@ static double median(double *values, size_t count) {
     return values[count / 2];
 }
 
+/* For each kind of layer, how many accesses a row needs at least. An access reads or writes every
+   element of an array, or of its gradient, once. The comments name the arrays that forward
+   accesses, then those that backward accesses. */
+static const struct {
+    double in;  // to the input and the weights, which count together as one array
+    double out; // to the output, and to the input where it has the same shape
+} accesses[KINDS] = {
+    [CONV2D] = {.in = 3, .out = 3},    // in, weight, out; in, dweight, dout, din, weight, dout
+    [BATCHNORM2D] = {.out = 8},        // in twice, out; in twice, dout twice, din
+    [RELU] = {.out = 5},               // in, out; out, dout, din
+    [MAXPOOL2D] = {.in = 2, .out = 2}, // in, out; dout, din
+    [GLOBAL_AVGPOOL2D] = {.in = 2, .out = 2}, // in, out; dout, din
+    [ADD] = {.out = 3},                       // in, residual, out; nothing: gradients share memory
+    [DROPOUT] = {.out = 4},                   // in, out; dout, din
+    [LINEAR] = {.in = 3, .out = 3},           // as a convolution
+    [LOG_SOFTMAX] = {.out = 5},               // in, out; out, dout, din
+};
+
 /* Returns how many bytes a row must move at least, forward and backward, for n images:
 
-     bytes of an element * (share * (in_accesses * in + out_accesses * out) + extra_accesses * out)
+     bytes of an element * (share * (accesses.in * in + accesses.out * out) + extra_accesses * out)
+     + saved bytes, which forward writes and backward reads
 
-   `in` and `out` count elements, and `in` includes the weights; kinds[] gives the accesses to each
-   element. A convolution or linear layer that reads the images makes only 2 of the 3 accesses,
-   since it computes no gradient for the images. A fused residual is read once. The backward pass of
-   a fused ReLU or max-pool accesses the output three more times. */
+   `in` and `out` count elements, and `in` includes the weights. A convolution or linear layer that
+   reads the images makes only 2 of the 3 accesses, since it computes no gradient for the images. A
+   fused residual is read once. The backward pass of a fused ReLU or max-pool accesses the output
+   three more times. */
 static double row_bytes(const Net *net, size_t row, size_t n) {
     const Layer *l = &net->layers[row];
     const Fusion *fused = &net->row_plans[row].fused;
-    const double in_accesses = kinds[l->kind].in_accesses;
-    const double out_accesses = kinds[l->kind].out_accesses;
     const double in = (double)(n * shape_size(l->in) + l->weight_count);
     const double out = (double)(n * shape_size(stored_shape(net, row)));
+    const double saved = kinds[l->kind].saves ? 2 * out : 0;
     double share = 1, extra_accesses = 0;
     if (has_weight_matrix(l) && l->input == 0)
         share = 2. / 3;
@@ -6930,8 +6939,9 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
         extra_accesses += 1;
     if (fused->relu_backward || fused->pool)
         extra_accesses += 3;
-    return (double)net->kernels->element_bytes *
-           (share * (in_accesses * in + out_accesses * out) + extra_accesses * out);
+    const double row_accesses = accesses[l->kind].in * in + accesses[l->kind].out * out;
+    const double elements = share * row_accesses + extra_accesses * out;
+    return (double)net->kernels->element_bytes * elements + saved;
 }
 
 // Returns the memory bandwidth in bytes per second, measured with out = in + residual.
@@ -7147,25 +7157,25 @@ static void write_predictions(const Run *run) {
 
 // --profile: prints the profile and writes it to the run folder.
 static void write_profile(Run *run, int begin, int end) {
-    AtomicFile text, csv;
+    AtomicFile csv, text;
     char *profile;
     size_t length;
     FILE *out = open_memstream(&profile, &length);
     if (!out)
         die_no_memory(PATH_SIZE, "the profile");
     clock_read_times(&run->clock, 0);
-    open_in_folder(&text, run, "profile.txt");
     open_in_folder(&csv, run, "profile.csv");
     print_profile(&run->clock, begin, end, out, csv.stream);
+    atomic_commit(&csv);
     const bool written = !ferror(out);
     const int error = fclose(out);
     if (!written || error || !profile) // fclose() may run out of memory and still return 0
         die_no_memory(PATH_SIZE, "the profile");
     fputs(profile, run->recorder.results);
+    open_in_folder(&text, run, "profile.txt");
     fputs(profile, text.stream);
-    free(profile);
     atomic_commit(&text);
-    atomic_commit(&csv);
+    free(profile);
 }
 
 /* ==== 14. Setting up =============================================================================
@@ -7868,13 +7878,14 @@ static void plan_and_check_memory(Run *run) {
     const double on_device = plan_residency(run);
     const double all = run_bytes(run, FOR_ANYTHING, false);
     const double on_host = gpu ? all - on_device : all;
+    const double host_share = memory_limit() / (double)run->comm.replicas;
     const bool prints = run->comm.rank == 0;
     if (prints) {
         print_summary(&run->net);
         print_memory(run);
     }
     check_memory(run, on_device, run->device_info.memory, "this device", run->device_info.name);
-    check_memory(run, on_host, memory_limit(), "this machine", host_name());
+    check_memory(run, on_host, host_share, "this machine", host_name());
     const bool resident = run->train_loader.consumer.resident;
     const char *place = resident ? "resident there" : "copied there batch by batch";
     if (gpu && prints)

@@ -753,18 +753,48 @@ static Panel panel_at(const Pass *p, size_t column, size_t columns, size_t start
                    .packed = p->packed + packed_offset(p, column, start)};
 }
 
+// A vector of four elements. The macros interleave the lower or the upper halves of two vectors.
+typedef real quad __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)), may_alias));
+#ifdef __clang__
+#define INTERLEAVE_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define INTERLEAVE_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#else
+typedef lane quad_order __attribute__((vector_size(4 * sizeof(lane))));
+#define INTERLEAVE_LOW(a, b) __builtin_shuffle(a, b, (quad_order){0, 4, 1, 5})
+#define INTERLEAVE_HIGH(a, b) __builtin_shuffle(a, b, (quad_order){2, 6, 3, 7})
+#endif
+
+// to[4][4] = from[4][4] transposed; to and from are parts of matrices with these pitches.
+INLINE void transpose_quads(real *to, size_t to_pitch, const real *from, size_t pitch) {
+    quad row[4];
+    UNROLLED(i, 4)
+        row[i] = *(const quad *)(from + i * pitch);
+    const quad even_low = INTERLEAVE_LOW(row[0], row[2]), odd_low = INTERLEAVE_LOW(row[1], row[3]);
+    const quad even_high = INTERLEAVE_HIGH(row[0], row[2]);
+    const quad odd_high = INTERLEAVE_HIGH(row[1], row[3]);
+    *(quad *)to = INTERLEAVE_LOW(even_low, odd_low);
+    *(quad *)(to + to_pitch) = INTERLEAVE_HIGH(even_low, odd_low);
+    *(quad *)(to + 2 * to_pitch) = INTERLEAVE_LOW(even_high, odd_high);
+    *(quad *)(to + 3 * to_pitch) = INTERLEAVE_HIGH(even_high, odd_high);
+}
+
 /* to[depth][width] = from[columns][depth] transposed, with zeros after the columns; pitch: from a
-   row of from to the next. One cache line of each row at a time: where the pitch is a power of 2,
-   all rows map to the same few cache sets and would soon evict each other. The next lines are
-   prefetched. */
+   row of from to the next. In blocks of 4 x 4, which takes a fifth of the time. One cache line of
+   each row at a time: where the pitch is a power of 2, all rows map to the same few cache sets and
+   would soon evict each other. The next lines are prefetched. */
 static void transpose(real *to, size_t width, const real *from, size_t pitch, size_t columns,
                       size_t depth) {
-    for (size_t line = 0; line < depth; line += LINE_ELEMENTS)
-        for (size_t j = 0; j < width; j++) {
-            __builtin_prefetch(from + j * pitch + line + LINE_ELEMENTS);
-            for (size_t d = line; d < min_size(line + LINE_ELEMENTS, depth); d++)
-                to[d * width + j] = j < columns ? from[j * pitch + d] : 0;
+    const size_t whole_columns = columns / 4 * 4, whole_depth = depth / 4 * 4;
+    for (size_t line = 0; line < whole_depth; line += LINE_ELEMENTS)
+        for (size_t j = 0; j < whole_columns; j += 4) {
+            UNROLLED(i, 4)
+                __builtin_prefetch(from + (j + i) * pitch + line + LINE_ELEMENTS);
+            for (size_t d = line; d < min_size(line + LINE_ELEMENTS, whole_depth); d += 4)
+                transpose_quads(to + d * width + j, width, from + j * pitch + d, pitch);
         }
+    for (size_t j = 0; j < width; j++) // what does not fill a block
+        for (size_t d = j < whole_columns ? whole_depth : 0; d < depth; d++)
+            to[d * width + j] = j < columns ? from[j * pitch + d] : 0;
 }
 
 // Packs a panel of one tile's columns: from weight[tap][depth][column], or transposed.

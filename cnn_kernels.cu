@@ -1448,7 +1448,7 @@ static __device__ int most_likely(const real *logp, int classes) {
 
 // The formulas are in nll_loss() of cnn.c. Grid as above.   Traffic: 8 N bytes
 static __global__ void nll_loss_kernel(real *losses, real *correct, real *dlogp, const real *logp,
-                                       const uint8_t *labels, unsigned n, unsigned batch,
+                                       const uint8_t *labels, unsigned n, unsigned all_images,
                                        int classes, real at_label, real elsewhere,
                                        LossScale *scale) {
     const unsigned image = element() / WARP, begin = image * classes;
@@ -1462,7 +1462,7 @@ static __global__ void nll_loss_kernel(real *losses, real *correct, real *dlogp,
         const real target = k == label ? at_label : elsewhere;
         loss -= target > 0 ? target * logp[begin + k] : 0; // 0 * -Inf is not 0
         if (dlogp)
-            dlogp[begin + k] = -target / (real)batch * factor;
+            dlogp[begin + k] = -target / (real)all_images * factor;
     }
     loss = warp_sum(loss);
     if (lane > 0)
@@ -1474,11 +1474,11 @@ static __global__ void nll_loss_kernel(real *losses, real *correct, real *dlogp,
 }
 
 static void nll_loss(real *losses, real *correct, real *dlogp, const real *logp,
-                     const uint8_t *labels, size_t n, size_t batch, size_t classes,
+                     const uint8_t *labels, size_t n, size_t all_images, size_t classes,
                      double smoothing, LossScale *scale) {
     real elsewhere = (real)(smoothing / (double)classes);
-    LAUNCH(nll_loss_kernel, n * WARP, losses, correct, dlogp, logp, labels, n, batch, (int)classes,
-           (real)(1 - smoothing) + elsewhere, elsewhere, scale);
+    LAUNCH(nll_loss_kernel, n * WARP, losses, correct, dlogp, logp, labels, n, all_images,
+           (int)classes, (real)(1 - smoothing) + elsewhere, elsewhere, scale);
 }
 
 /* ==== 5. Convolution, naive =====================================================================

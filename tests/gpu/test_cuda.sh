@@ -410,6 +410,9 @@ test_memory() {
     what_fits memory/what_fits "${mnist[@]}"
     what_fits memory/what_fits_copied "${mnist[@]}" --resident off --workers 2
     unset CUEMU_MEMORY
+    # Two devices need more on the host than the machine has, although each alone would not.
+    SLURM_MEM_PER_NODE=8 refused memory/host_of_two 1 "4.2 MB available on this machine" "${mnist[@]}" \
+        --limit-train 8192 --gpus 2 --oversubscribe
 }
 
 # Lab 5's program refuses more images than a grid has blocks for, before it allocates their memory.

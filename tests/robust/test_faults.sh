@@ -98,7 +98,7 @@ elif ! LD_PRELOAD=$tmp/faults.so FAULT=write:0:5 "$(type -P true)" 2>"$err"; the
     skip all "$(head -n 1 "$err")"
     exit 0
 fi
-options=("${small[@]}")
+options=("${small[@]}" --profile)
 undisturbed "${options[@]}"
 run "${options[@]}" --checkpoint "$tmp/half" --out "$tmp/half_run" --max-steps 3
 # Would it notice? A fault whose run is not the undisturbed one.

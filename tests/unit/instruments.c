@@ -60,6 +60,24 @@ static void test_layer_times(const char *model, const char *dataset, size_t show
     verdict("layer times: fused rows count, %s", model);
 }
 
+// --layers: a dropout saves a byte for each output, in every precision.
+static void test_bytes_of_masks(void) {
+    static Net net;
+    const size_t outputs = 6, images = 2;
+    const Shape shape = {1, 1, outputs};
+    const size_t element_bytes[] = {sizeof(float), sizeof(uint16_t)};
+    net.layers[1] = (Layer){.kind = DROPOUT, .in = shape, .out = shape};
+    for (size_t i = 0; i < LENGTH(element_bytes); i++) {
+        const Kernels kernels = {.element_bytes = element_bytes[i]};
+        const double expected = (double)(images * outputs * (4 * element_bytes[i] + 2));
+        net.kernels = &kernels;
+        if (row_bytes(&net, 1, images) != expected)
+            fail("%zu bytes an element: expected %g bytes, found %g", element_bytes[i], expected,
+                 row_bytes(&net, 1, images));
+    }
+    verdict("bytes of a dropout");
+}
+
 // What the last epoch's end took, which its marks give only now, is not of the first step.
 static void test_start_of_epoch(void) {
     static Run run;
@@ -84,5 +102,6 @@ static void test_start_of_epoch(void) {
 static void test_instruments(void) {
     test_layer_times("cifar", "synthetic", 6);
     test_layer_times("resnet8", "synthetic", 21);
+    test_bytes_of_masks();
     test_start_of_epoch();
 }
