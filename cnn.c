@@ -4107,6 +4107,7 @@ typedef struct Team {
     pthread_cond_t changed;
     struct Communicator *comms[MAX_REPLICAS]; // by rank
     size_t arrivals[MAX_REPLICAS];            // how many barriers each rank has reached
+    size_t host_bytes; // how much of the host's memory the ranks have planned so far
     // For dp: the master's batch, and for all of its images the outputs, gradients and losses, laid
     // out as in a network
     const Batch *batch;
@@ -6920,7 +6921,7 @@ static const struct {
 /* Returns how many bytes a row must move at least, forward and backward, for n images:
 
      bytes of an element * (share * (accesses.in * in + accesses.out * out) + extra_accesses * out)
-     + saved bytes, which forward writes and backward reads
+     + saved bytes, which forward writes and backward reads; a fused max-pool's are not counted
 
    `in` and `out` count elements, and `in` includes the weights. A convolution or linear layer that
    reads the images makes only 2 of the 3 accesses, since it computes no gradient for the images. A
@@ -7505,12 +7506,10 @@ static void setup_settings(Run *run, int argc, char **argv) {
 // ---- Devices and kernels
 
 // Makes the calling thread compute on this rank's device. If several ranks of this process share
-// the device, each may use an equal part of its memory.
+// a GPU, each may use an equal part of its memory.
 static void use_device(Run *run) {
     const Communicator *c = &run->comm;
-    size_t ranks_per_device = c->replicas; // on a CPU
-    if (run->device->is_gpu)
-        ranks_per_device = ceil_div(c->replicas, run->devices);
+    const size_t ranks_per_device = run->device->is_gpu ? ceil_div(c->replicas, run->devices) : 1;
     run->device->use(c->replica, c->device_number, die);
     run->device->describe(&run->device_info);
     run->device_info.memory /= (double)ranks_per_device;
@@ -7872,20 +7871,28 @@ static void check_memory(const Run *run, double needed, double available, const 
             needed / 1e6, available / 1e6, where, name, run->settings.batch_size);
 }
 
+// Returns how many bytes of the host's memory the ranks of this process have planned so far,
+// including `bytes` of this rank.
+static double add_host_bytes(const Communicator *c, double bytes) {
+    if (!c->team)
+        return bytes;
+    return (double)__atomic_add_fetch(&c->team->host_bytes, (size_t)bytes, __ATOMIC_RELAXED);
+}
+
 // Plans the memory and refuses what cannot fit. Rank 0 prints the plan.
 static void plan_and_check_memory(Run *run) {
     const bool gpu = run->device->is_gpu;
     const double on_device = plan_residency(run);
     const double all = run_bytes(run, FOR_ANYTHING, false);
     const double on_host = gpu ? all - on_device : all;
-    const double host_share = memory_limit() / (double)run->comm.replicas;
+    const double on_host_so_far = add_host_bytes(&run->comm, on_host);
     const bool prints = run->comm.rank == 0;
     if (prints) {
         print_summary(&run->net);
         print_memory(run);
     }
     check_memory(run, on_device, run->device_info.memory, "this device", run->device_info.name);
-    check_memory(run, on_host, host_share, "this machine", host_name());
+    check_memory(run, on_host_so_far, memory_limit(), "this machine", host_name());
     const bool resident = run->train_loader.consumer.resident;
     const char *place = resident ? "resident there" : "copied there batch by batch";
     if (gpu && prints)
