@@ -1095,10 +1095,11 @@ typedef struct Device {
     void (*mark)(size_t i);                    // marks the end of what is queued so far
     double (*elapsed)(size_t from, size_t to); // seconds between two marks; waits for both
     void (*wait)(size_t replica, size_t mark); // waits until the replica's device passes mark
-    /* GPU, CUDA graphs: after capture(true), operations are recorded instead of executed, including
-       copies to and from pinned memory. capture(false) returns them as a graph, which
+    /* GPU, CUDA graphs: after begin_capture(), operations are recorded instead of executed,
+       including copies to and from pinned memory. end_capture() returns them as a graph, which
        replay() queues. */
-    void *(*capture)(bool begin);
+    void (*begin_capture)(void);
+    void *(*end_capture)(void);
     void (*replay)(void *graph);
     void (*free_graph)(void *graph);
     // in GFLOP/s, measured; a multiply-add is 2 operations; NAN if unknown
@@ -8131,10 +8132,10 @@ static BatchLoss replay_step(Run *run, const Batch *batch) {
     if (*graph) {
         net->batches_tracked++; // as forward() does
     } else {
-        run->device->capture(true);
+        run->device->begin_capture();
         compute_gradients(net, batch->n);
         update_weights(run);
-        *graph = run->device->capture(false);
+        *graph = run->device->end_capture();
     }
     run->device->replay(*graph);
     run->device->synchronize();

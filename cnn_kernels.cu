@@ -218,7 +218,7 @@ static void pinned_free(void *memory) {
     CHECK(cudaFreeHost(memory));
 }
 
-static thread_local bool capturing; // see capture()
+static thread_local bool capturing; // see begin_capture()
 
 // Returns the number of the GPU whose memory this is, or -1 for the host's.
 static int gpu_of(const void *memory) {
@@ -328,14 +328,15 @@ static double elapsed(size_t from, size_t to) {
    the host as much as a single kernel. Arguments are recorded by value, pointers included, so what
    changes from step to step is read from memory: struct StepInputs. Other threads' streams are not
    affected. */
-static void *capture(bool begin) {
+static void begin_capture(void) {
+    capturing = true;
+    CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+}
+
+static void *end_capture(void) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
-    capturing = begin;
-    if (begin) {
-        CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
-        return NULL;
-    }
+    capturing = false;
     CHECK(cudaStreamEndCapture(stream(), &recorded));
     CHECK(cudaGraphInstantiateWithFlags(&graph, recorded, 0));
     CHECK(cudaGraphDestroy(recorded));
@@ -2837,7 +2838,8 @@ static Device make_device(void) {
     d.mark = mark;
     d.elapsed = elapsed;
     d.wait = wait;
-    d.capture = capture;
+    d.begin_capture = begin_capture;
+    d.end_capture = end_capture;
     d.replay = replay;
     d.free_graph = free_graph;
     d.peak_gflops = peak_gflops;
