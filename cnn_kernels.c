@@ -581,7 +581,6 @@ INLINE void product_strip(const size_t rows, const size_t vectors, const Product
 #define TILE_ROW(tile, rows) \
     { tile##_##rows##_1, tile##_##rows##_2, tile##_##rows##_3, tile##_##rows##_4 }
 TILES(dot_tile, 6, DotTile)
-TILES(product_strip, 1, Product)
 TILES(product_strip, 2, Product)
 TILES(product_strip, 3, Product)
 TILES(product_strip, 4, Product)
@@ -589,13 +588,16 @@ TILES(product_strip, 5, Product)
 TILES(product_strip, 6, Product)
 typedef void DotTileFunction(const DotTile *t);
 typedef void ProductFunction(const Product *t);
-// by vectors - 1; product_strips by rows - 1, then by vectors - 1
+// by vectors - 1; product_strips by rows - 2, then by vectors - 1
 static DotTileFunction *const dot_tiles[MAX_VECTORS] = TILE_ROW(dot_tile, 6);
-static ProductFunction *const product_strips[ROWS][MAX_VECTORS] = {
-    TILE_ROW(product_strip, 1), TILE_ROW(product_strip, 2), TILE_ROW(product_strip, 3),
-    TILE_ROW(product_strip, 4), TILE_ROW(product_strip, 5), TILE_ROW(product_strip, 6)};
+static ProductFunction *const product_strips[ROWS - 1][MAX_VECTORS] = {
+    TILE_ROW(product_strip, 2), TILE_ROW(product_strip, 3), TILE_ROW(product_strip, 4),
+    TILE_ROW(product_strip, 5), TILE_ROW(product_strip, 6)};
 
-// Computes one strip of columns after another. Rows that do not fill a tile are a smaller tile.
+/* Computes one strip of columns after another. Rows that do not fill a tile are a smaller tile. A
+   single row is computed twice, into the same place: for AMD's Zen, gcc does not fuse multiply and
+   add in a loop with only one sum, which would then be rounded differently. It takes no longer,
+   because one row is bound by the latency of an FMA. */
 static void multiply(const Product *p) {
     const size_t whole = p->rows / ROWS * ROWS, rest = p->rows - whole;
     for (size_t column = 0; column < p->columns; column += COLUMNS) {
@@ -605,13 +607,15 @@ static void multiply(const Product *p) {
         strip.rows = whole;
         strip.b += column;
         strip.c += column;
-        product_strips[ROWS - 1][vectors - 1](&strip);
+        product_strips[ROWS - 2][vectors - 1](&strip);
         if (rest == 0)
             continue;
         strip.rows = rest;
         strip.a += whole * p->a_row;
         strip.c += whole * p->c_row;
-        product_strips[rest - 1][vectors - 1](&strip);
+        if (rest == 1)
+            strip.a_row = strip.c_row = 0;
+        product_strips[max_size(rest, 2) - 2][vectors - 1](&strip);
     }
 }
 
