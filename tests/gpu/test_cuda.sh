@@ -410,9 +410,10 @@ test_memory() {
     what_fits memory/what_fits "${mnist[@]}"
     what_fits memory/what_fits_copied "${mnist[@]}" --resident off --workers 2
     unset CUEMU_MEMORY
-    # Two ranks need 2 * 12.7 MB on the host, where there are 21; a trace takes 21 MB of one of them
+    # Each of the two ranks needs 12.7 MB on the host, which has 21.
     SLURM_MEM_PER_CPU='' SLURM_MEM_PER_NODE=20 refused memory/host_of_two 1 "21.0 MB available on this machine" \
         "${mnist[@]}" --limit-train 8192 --gpus 2 --oversubscribe
+    # Only one of the ranks has the trace's 21 MB, so together they fit into 42 MB.
     local two=("${mnist[@]}" --gpus 2 --oversubscribe --trace "$tmp/trace.json")
     SLURM_MEM_PER_CPU='' SLURM_MEM_PER_NODE=40 run "${two[@]}"
     same memory/host_of_unequal_two "exit 0, " "exit $status, $(cat "$err")"
