@@ -7,6 +7,8 @@ build/ptx_settings: SETTINGS = $(PTX_BUILD)
 TEST_FLAGS = $(BUILD) -Wno-unused-function $(if $(SANITIZED),$(SANITIZE),$(if $(QUICK),-O1))
 build/test_float build/test_double: build/test_%: $(wildcard tests/unit/*) tests/check.h $(SOURCE) build/test_settings
 	$(TEST_FLAGS) -DREAL=$* tests/unit/unit.c -o $@ $(LIBS) -ldl
+build/test_avx2: $(wildcard tests/unit/*) tests/check.h $(SOURCE) build/test_settings
+	$(TEST_FLAGS) -march=x86-64-v3 -mtune=znver3 -DSUITE='"avx2"' tests/unit/unit.c -o $@ $(LIBS) -ldl
 
 build/parity_float build/parity_double: build/parity_%: tests/pytorch/parity.c $(SOURCE) build/test_settings
 	$(TEST_FLAGS) -DREAL=$* tests/pytorch/parity.c -o $@ $(LIBS)
@@ -92,6 +94,7 @@ parts_of = $(or $(filter $(1)/%,$(PARTS)),$(if $(PARTS),,all))
 # The same of a folder whose parts make test leaves to make test-all
 all_parts_of = $(if $(PARTS),$(filter $(1)/%,$(PARTS)),$(if $(QUICK),,all))
 TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test_double) \
+	$(if $(filter all unit/avx2,$(call all_parts_of,unit)),$(if $(filter x86_64,$(shell uname -m)),build/test_avx2)) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
 	$(if $(and $(call all_parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \

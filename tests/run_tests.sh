@@ -54,6 +54,7 @@ gpu/test_hip.sh             tests/gpu/test_hip.sh
 robust/test_fuzz.sh         tests/robust/test_fuzz.sh
 pytorch/pytorch_weights.py  python_with_torch tests/pytorch/pytorch_weights.py
 unit/float                  build/test_float
+unit/avx2                   tests/unit/avx2.sh
 bench/test_bench.sh         tests/bench/test_bench.sh
 labs/test_scaling_model.sh  tests/labs/test_scaling_model.sh
 labs/test_apart.sh          tests/labs/test_apart.sh
@@ -66,7 +67,8 @@ cluster/test_doctor.sh      tests/cluster/test_doctor.sh
 # What `make test` leaves to `make test-all` unless it is named: a cluster, tools for those who change the kernels and
 # who grade, and what the other parts test in another way, as unit/ does with PyTorch's numbers.
 only_in_all='cluster/test_slurm.sh pytorch/live_pytorch.py pytorch/pytorch_weights.py labs/test_grade.sh'
-only_in_all+=' gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh ptx/test_ptx.sh labs/test_seeds.sh robust/test_soak.sh'
+only_in_all+=' gpu/gpu_check.sh gpu/test_gpu_check.sh gpu/test_hip.sh ptx/test_ptx.sh labs/test_seeds.sh'
+only_in_all+=' robust/test_soak.sh unit/avx2'
 
 # The python3 of a version manager is often a shell script, whose start takes longer than most of our calls.
 real=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))' 2>/dev/null)

@@ -81,7 +81,8 @@ LIKELY = {
 }
 SANITIZED = CLI, CHECKPOINTS, "program/test_data.sh"  # once more, as in make test SANITIZED=1: leaks, indices
 # What parts need that make builds; the others: test-programs, which is all of that.
-PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double", "gpu/emulated": "build/emu_test_cuda",
+PROGRAMS = {"unit/float": "build/test_float", "unit/double": "build/test_double",
+            "unit/avx2": "build/test_avx2", "gpu/emulated": "build/emu_test_cuda",
             "gpu/tensor": "build/emu_test_tensor",
             "robust/test_faults": "build/cnn-cpu",
             "pytorch/live_pytorch": "build/parity_float build/parity_double", "pytorch/": "cnn",

@@ -41,7 +41,7 @@ tests/pytorch     *.c *.py
 tests/pytorch/golden *.txt
 tests/robust      *.c *.sh
 tests/source      *.py *.sh *.txt
-tests/unit        *.c *.h
+tests/unit        *.c *.h *.sh
 '
 
 # The same as git's patterns of paths, in which a * stands for no /

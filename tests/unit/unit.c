@@ -1,5 +1,6 @@
 /* unit.c - tests of the functions of cnn.c and cnn_kernels.c, compiled once with real = float
-   and once with real = double. Run it in the root of the repository:
+   and once with real = double; the kernels also for another processor, see avx2.sh. Run it in the
+   root of the repository:
 
      build/test_float                      all sections
      build/test_double layers gradients    only these; the table at the end of this file lists all
@@ -12,6 +13,9 @@
 #include "../../cnn.c"
 #include <dirent.h>
 
+#ifndef SUITE
+#define SUITE (is_double ? "double" : "float")
+#endif
 #include "../check.h"
 #include "arrays.h"
 #include "networks.h"
@@ -66,7 +70,7 @@ static size_t find_section(const char *name) {
 int main(int argc, char **argv) {
     const char *wish = getenv("QUICK");
     quick = wish && *wish && strcmp(wish, "0") != 0;
-    suite = is_double ? "double" : "float";
+    suite = SUITE;
     set_num_threads(2);
     for (int i = 1; i < argc; i++)
         if (find_section(argv[i]) == SECTIONS) {
