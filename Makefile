@@ -48,7 +48,7 @@ endif
 MPI := $(if $(HAVE_MPI),-DCNN_MPI $(MPI_FLAGS))
 ifndef NO_NCCL
 HAVE_NCCL := $(and $(HAVE_CUDA),$(HAVE_MPI),$(call probe,$(HASH)include <nccl.h>\nint main(void) { int v; \
-	return ncclGetVersion(&v); },-I$(CUDA)/include -L$(CUDA)/lib64 -lnccl))
+	return ncclGetVersion(&v); },-I$(dir $(NVCC))../include -L$(dir $(NVCC))../lib64 -lnccl))
 endif
 
 .PHONY: all help run test test-all test-long data bench bench-gpu debug emulate count ptx races overlap clean found \

@@ -1028,8 +1028,9 @@ typedef struct StepInputs {
    - In fp32, tf32 and bf16, the GPU skips all further updates, until the host reads not_finite at
      the log interval and ends the run.
    - In fp16, gradients below 3e-8 would become 0. So the loss is multiplied by `scale`, and the
-     update divides the gradients by it. If a loss or a gradient is not finite, one update is
-     skipped and the scale is halved; after GROWTH_INTERVAL steps without any, it is doubled.
+     update divides the gradients by it. If a gradient is not finite, one update is skipped and the
+     scale is halved; after GROWTH_INTERVAL steps without any, it is doubled. A loss that is not
+     finite ends the run, as in all precisions.
      (Micikevicius et al., "Mixed precision training", arXiv:1710.03740; numbers as in PyTorch's
      GradScaler.) # AMP */
 struct LossScale {
@@ -1443,10 +1444,17 @@ typedef struct AtomicFile {
     char path[PATH_SIZE], temporary[PATH_SIZE + 4]; // both empty if what is written is discarded
 } AtomicFile;
 
-// resolved = the path without symbolic links, or the path itself if there is no such file
+// resolved = the absolute path without symbolic links. The file need not exist; if its folder does
+// not exist either, resolved = path.
 static void resolve_path(char resolved[PATH_SIZE], const char *path) {
-    const char *found = realpath(path, resolved);
-    if (!found)
+    if (realpath(path, resolved))
+        return;
+    char folder[PATH_SIZE], absolute[PATH_SIZE];
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    snprintf(folder, sizeof folder, "%.*s.", (int)(name - path), path);
+    if (realpath(folder, absolute))
+        join_path(resolved, absolute, name);
+    else
         snprintf(resolved, PATH_SIZE, "%s", path);
 }
 
@@ -4233,12 +4241,13 @@ static const void *mpi_exchange(Communicator *c, const void *send, size_t bytes,
 }
 #endif
 
-// Returns how many processes mpirun or srun has started, or 0.
+// Returns how many processes mpirun or srun has started, or 0. mpirun comes first: within a job it
+// is itself a step of Slurm, of a different size.
 static size_t launched_processes(void) {
     static const char *const sizes[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
     size_t count = 0;
-    for (size_t i = 0; i < LENGTH(sizes); i++)
-        count = max_size(count, environment_number(sizes[i]));
+    for (size_t i = 0; i < LENGTH(sizes) && count == 0; i++)
+        count = environment_number(sizes[i]);
     return count;
 }
 
@@ -6489,11 +6498,12 @@ static void remove_results(const Run *run) {
         remove_result(run, "model.safetensors");
 }
 
-static void open_logs(Run *run) {
+// trains: whether the run goes on with the current epoch, and then writes its row of epochs.csv.
+static void open_logs(Run *run, bool trains) {
     remove_results(run);
     // keeps_row() compares the second column with steps_kept. In epochs.csv that column is the
     // number of images, so 0 drops a row of the current epoch.
-    run->recorder.epochs_csv = open_log(run, "epochs.csv", EPOCH_ROW, 0);
+    run->recorder.epochs_csv = open_log(run, "epochs.csv", EPOCH_ROW, trains ? 0 : SIZE_MAX);
     run->recorder.steps_csv = open_log(run, "steps.csv", STEP_ROW, run->batch_index);
     begin_run_json(run);
 }
@@ -7349,7 +7359,6 @@ static void parse_save_every(Run *run) {
 static void check_contradictions(const Settings *s) {
     const bool sgd = s->optimizer == SGD;
     const bool has_checkpoint = *s->checkpoint != 0, reads_weights = s->resume || *s->load;
-    const bool traces_to_checkpoint = *s->trace && strcmp(s->trace, s->checkpoint) == 0;
     const struct {
         bool broken;
         const char *expected, *option; // the message, and the option whose value it shows
@@ -7367,8 +7376,7 @@ static void check_contradictions(const Settings *s) {
         {s->eval && has_checkpoint && !reads_weights,
          "--eval: expected --resume or --load too, to read weights", "--load"},
         {s->gpus > 1 && s->replicas > 1, "--gpus: expected no --replicas, which are for the CPU",
-         "--replicas"},
-        {traces_to_checkpoint, "--trace: expected a different file from --checkpoint", "--trace"}};
+         "--replicas"}};
     char text[OPTION_TEXT_SIZE];
     for (size_t i = 0; i < LENGTH(rules); i++)
         if (rules[i].broken)
@@ -7987,15 +7995,29 @@ static void lock_checkpoint(const char *checkpoint) {
     strcpy(lock_file, path);
 }
 
+// Dies if another output of the run, which is written at its end, would replace the checkpoint.
+static void require_not_checkpoint(const char *option, const char *path, const char *checkpoint) {
+    char output[PATH_SIZE], saved[PATH_SIZE];
+    resolve_path(output, path);
+    resolve_path(saved, checkpoint);
+    if (*checkpoint && strcmp(output, saved) == 0)
+        die(EXIT_USAGE, "%s: expected a different file from --checkpoint, found \"%s\"", option,
+            path);
+}
+
 // Dies if an output of the run cannot be written.
 static void check_outputs(const Run *run) {
     const Settings *s = &run->settings;
     char path[PATH_SIZE];
     model_path(run, path);
-    if (s->save_model)
+    if (s->save_model) {
         check_writable(path);
-    if (*s->trace)
+        require_not_checkpoint("--save-model", path, s->checkpoint);
+    }
+    if (*s->trace) {
         check_writable(s->trace);
+        require_not_checkpoint("--trace", s->trace, s->checkpoint);
+    }
     if (*s->checkpoint && !s->eval) {
         lock_checkpoint(s->checkpoint);
         check_writable(s->checkpoint);
@@ -8155,6 +8177,11 @@ static void start_epoch(Run *run) {
 // Returns whether a signal has asked this run to end.
 static bool end_requested(const Run *run) {
     return run->checkpointing.request >= END_REQUEST;
+}
+
+// Returns whether a signal has ended the training within an epoch; then no test follows.
+static bool stopped_within_epoch(const Run *run) {
+    return end_requested(run) && run->batch_index > 0;
 }
 
 static bool training_is_over(const Run *run) {
@@ -8320,7 +8347,7 @@ static void train_epochs(Run *run) {
         printf("INFO - Starting Training Loop...\n");
     while (!training_is_over(run)) {
         train_epoch(run, result);
-        if (end_requested(run) && run->batch_index > 0) {
+        if (stopped_within_epoch(run)) {
             // finish_step() has saved this position, unless the request came later.
             if (!run->checkpointing.saved)
                 save_checkpoint(run);
@@ -8338,6 +8365,8 @@ static void train_epochs(Run *run) {
 // Returns COMPLETE or, if --max-steps or a signal has ended the run early, STOPPED.
 static RunStatus final_status(const Run *run) {
     const Settings *s = &run->settings;
+    if (stopped_within_epoch(run))
+        return STOPPED; // even a --dry-run, since it has not tested
     if (s->eval || s->dry_run || run->epoch > s->epochs)
         return COMPLETE;
     return STOPPED;
@@ -8345,6 +8374,7 @@ static RunStatus final_status(const Run *run) {
 
 // Runs a rank, after settings, device and data have been set up.
 static void run_rank(Run *run) {
+    team_barrier(&run->comm); // ranks that share a GPU have looked how much of its memory is free
     setup_epoch(run);
     setup_memory(run);
     setup_clock(run);
@@ -8352,16 +8382,19 @@ static void run_rank(Run *run) {
     comm_start(&run->comm);
     if (run->comm.rank == 0)
         check_outputs(run);
+    // no rank reads the checkpoint before rank 0 has locked it
+    require_equal_on_ranks(&run->comm, "outputs", 0);
     setup_weights(run);
     check_ranks_agree(run);
+    const bool trains = !run->settings.eval && !training_is_over(run);
     if (*run->settings.out)
-        open_logs(run);
+        open_logs(run, trains);
     if (run->comm.rank == 0)
         print_settings(&run->settings);
-    if (run->settings.eval || training_is_over(run))
-        evaluate(run);
-    else
+    if (trains)
         train_epochs(run);
+    else
+        evaluate(run);
     run->recorder.status = final_status(run);
 }
 
@@ -8474,12 +8507,19 @@ int main(int argc, char **argv) {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
         missing = "avx2 and fma";
 #endif
-#ifdef __AVX512DQ__ // implies the other extensions of AVX-512 in use
+#ifdef __AVX512DQ__ // comes with the other extensions of Skylake's AVX-512
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq"))
         missing = "avx512f and avx512dq";
 #endif
+#ifdef __AVX512VBMI__ // since Ice Lake and Zen 4; compilers shuffle bytes with it
+    if (!__builtin_cpu_supports("avx512vbmi"))
+        missing = "avx512vbmi";
+#endif
     if (missing) {
-        fprintf(stderr, "cnn: error: built for a CPU with %s; run: make clean && make\n", missing);
+        fprintf(stderr,
+                "cnn: error: built for a CPU with %s, which this one lacks; run make clean && make "
+                "here or, for both CPUs, make ARCH=x86-64-v3\n",
+                missing);
         return 1;
     }
     return run_main(argc, argv);

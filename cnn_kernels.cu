@@ -406,11 +406,14 @@ static double seconds(void) {
 
 extern "C" bool cuda_all_reduce(size_t which, real *data, size_t count, double timeout) {
     cudaStream_t own = own_stream(which);
-    double begin = seconds();
+    double waited = 0, last = seconds();
     cudaError_t state;
     ncclResult_t state_of_group; // NCCL would wait forever for a rank that has ended: poll
     CHECK_NCCL(ncclAllReduce(data, data, count, ncclFloat, ncclSum, group, own));
-    while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && seconds() < begin + timeout) {
+    while ((state = cudaStreamQuery(own)) == cudaErrorNotReady && waited < timeout) {
+        const double time = seconds();
+        waited += fmin(time - last, .1); // however long this process was stopped, as by Ctrl-Z
+        last = time;
         CHECK_NCCL(ncclCommGetAsyncError(group, &state_of_group));
         check_nccl(state_of_group, "an all-reduce, in another rank or on the way", __LINE__);
         usleep(20); // sleeps, as wait() does
@@ -639,7 +642,8 @@ template <class T> static __global__ void add_forward_kernel(Row r, Layout, Layo
     store_pack(r.out, i, r.outputs, sum);
 }
 
-/* out = in / (1 - p), or 0 where the image's Philox numbers say so: the same masks as on the CPU.
+/* out = in / (1 - p), or 0 where the image's Philox numbers say so: with NHWC, the same masks as on
+   the CPU.
    One thread computes the 8 elements that share a Philox block.   Traffic: 2 N elements, N bytes */
 template <class T>
 static __global__ void dropout_forward_kernel(Row r, unsigned size, unsigned blocks_of_image,
@@ -851,10 +855,10 @@ struct Adadelta {
         return 2;
     }
     static __device__ real updated(const Update &u, real p, real g, real &square, real &acc) {
-        const real rho = .9f, eps = 1e-6f, lr = (real)u.step->lr;
-        square = rho * square + (1 - rho) * g * g;
+        const real rho = .9f, one_minus_rho = (real)(1 - .9), eps = 1e-6f, lr = (real)u.step->lr;
+        square = rho * square + one_minus_rho * g * g;
         real delta = sqrtf(acc + eps) / sqrtf(square + eps) * g;
-        acc = rho * acc + (1 - rho) * delta * delta;
+        acc = rho * acc + one_minus_rho * delta * delta;
         return p - lr * delta;
     }
 };
@@ -2021,8 +2025,8 @@ template <int WIDTH, class T, class O> static __global__ void join_splits_kernel
 
 /* ---- Launches. Where C has too few tiles to occupy a GPU, K is split among blocks (split-K): into
    as many parts as have together at most MOST_TILES tiles of 64 x 64, and at most one for each
-   LEAST_DEPTH of K. The partial sums are added in a fixed order. This depends on the shapes alone:
-   all GPUs, and all tiles of a kernel, compute the same bits. */
+   LEAST_DEPTH of K. The partial sums are added in a fixed order. This depends on the shapes alone,
+   so all tiles of a kernel compute the same bits. */
 enum { MOST_TILES = 512, LEAST_DEPTH = 256, VARIANTS = 4 };
 
 static size_t splits_of(size_t rows, size_t columns, size_t phases, size_t depth) {
@@ -2726,13 +2730,13 @@ struct Tensor {
    The tables of functions that cnn.c calls: Device, Kernels and Work in cnn.c explain them. */
 
 // Memory for the sums of slices, and for a product's splits where there are any. Kernels count with
-// 32-bit numbers, so a tensor must not have more than 2^31 elements.
+// 32-bit numbers, so a tensor must have fewer than 2^31 elements.
 static size_t scratch_size(const Layer *l, const Fusion *, size_t n) {
     size_t sums = 2 * SUM_SLICES * l->out.c, taps = l->kernel_size * l->kernel_size;
     size_t in_pixels = n * l->in.h * l->in.w, out_pixels = n * l->out.h * l->out.w;
     if (max(in_pixels * l->in.c, out_pixels * l->out.c) >> 31)
-        fail(1, "layer %s: %zu images have more than 2^31 numbers; use a smaller batch size",
-             l->name, n);
+        fail(1, "layer %s: %zu images have 2^31 or more numbers; use a smaller batch size", l->name,
+             n);
     if (!has_weight_matrix(l))
         return l->kind == BATCHNORM2D ? sums : 0;
     size_t parts = max(parts_size(out_pixels, l->out.c, taps * l->in.c),

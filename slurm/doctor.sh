@@ -88,25 +88,37 @@ mpi() {
         ok NCCL "communication between GPUs of several machines"
     else
         missing NCCL "needed for GPUs of several machines: module load nccl"
+        todo "if its module only sets NCCL_HOME: export CPATH=\$NCCL_HOME/include LIBRARY_PATH=\$NCCL_HOME/lib"
+    fi
+}
+
+python() {
+    if python3 -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
+        ok Python "$(version python3 --version)"
+    else
+        missing Python "3.8 or newer is needed for studies, reports and monitor.csv: module load python"
     fi
 }
 
 # ---- This machine
 
 cores() {
-    local usable granted=${SLURM_CPUS_PER_TASK:-}
+    local usable said per_core granted=${SLURM_CPUS_PER_TASK:-}
     granted=${granted%%[!0-9]*} # of a list such as 4,4 the first, as ./cnn reads it
     usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+    said="$usable usable"
+    per_core=$(lscpu 2>/dev/null | awk -F : '/^Thread\(s\) per core/ { print $2 + 0 }')
+    [ "${per_core:-1}" -lt 2 ] || said+=" (hardware threads, $per_core for each core)"
     if [ -z "${SLURM_JOB_ID:-}" ]; then
-        ok cores "$usable usable"
+        ok cores "$said"
     elif [ -z "$granted" ]; then
-        note cores "$usable usable; the job did not set --cpus-per-task; the default is often one core"
+        note cores "$said; the job did not set --cpus-per-task; the default is often one core"
     elif [ "$usable" -lt "$granted" ]; then
-        note cores "$usable usable, but --cpus-per-task is $granted: start with srun --cpus-per-task=$granted"
+        note cores "$said, but --cpus-per-task is $granted: start with srun --cpus-per-task=$granted"
     elif [ "$usable" -gt "$granted" ]; then
-        note cores "$usable usable, but the job was granted $granted: give ./cnn --threads $granted"
+        note cores "$said, but the job was granted $granted: give ./cnn --threads $granted"
     else
-        ok cores "$usable usable, as granted by Slurm"
+        ok cores "$said, as granted by Slurm"
     fi
 }
 
@@ -178,6 +190,7 @@ compiler
 binary
 cuda
 mpi
+python
 cores
 disk
 slurm

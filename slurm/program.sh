@@ -3,12 +3,16 @@
 # shellcheck shell=bash
 program=${CNN:-./cnn}
 
+# trains_on_gpu OPTIONS...: whether the job has a GPU and the options want one
+trains_on_gpu() {
+    [ -n "${SLURM_GPUS_ON_NODE:-}" ] && [[ ! " $* " =~ " "--(no-cuda|emulate)" " ]]
+}
+
 # missing OPTIONS...: what ./cnn lacks for this job, if anything
 missing() {
     if [ ! -x cnn ]; then
         echo "there is no ./cnn in $PWD"
-    elif [ -n "${SLURM_GPUS_ON_NODE:-}" ] && [[ ! " $* " =~ " "--(no-cuda|emulate)" " ]] &&
-        ! grep -aqE '(cuda|hip)GetDeviceCount' cnn; then
+    elif trains_on_gpu "$@" && ! grep -aqE '(cuda|hip)GetDeviceCount' cnn; then
         echo "this job has a GPU, but ./cnn was built without CUDA"
     fi
 }

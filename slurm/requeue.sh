@@ -38,10 +38,10 @@ requeue() {
 
 # watch_machine CSV: replaces this shell with the monitor, until the program has ended
 watch_machine() {
-    if command -v python3 >/dev/null; then
+    if python3 -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
         exec labs/tools/monitor --pid "$pid" --csv "$1"
     fi
-    echo "monitor: not started, and no $1: it needs python3, which is not installed here" >&2
+    echo "monitor: not started, and no $1: it needs python3, 3.8 or newer; load its module in slurm/site.env" >&2
 }
 
 # train COMMAND...: its exit status. A signal ends `wait` early, with a status of its own.

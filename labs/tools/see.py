@@ -336,8 +336,8 @@ def cost_of(request, space):
     accesses = list(request.values())
     cost = {"requests": 1, "lanes": len(accesses), "bytes": sum(a.bytes for a in accesses)}
     if space == "global":
-        cost |= {"sectors": len(sectors_of(accesses)), "lines": len(sectors_of(accesses, LINE)),
-                 "used": distinct_bytes(accesses)}
+        cost.update(sectors=len(sectors_of(accesses)), lines=len(sectors_of(accesses, LINE)),
+                    used=distinct_bytes(accesses))
     else:
         cost["passes"], cost["least"] = passes_of(request)
     return cost

@@ -115,7 +115,8 @@ def try_out(program, count, options, absent=(), launch=(), lacking=()):
         status = start(program, count, [*options, "--dry-run", "--out", folder], output, launch)
         output.seek(0)
         error = (output.read().strip() or "nothing").splitlines()[-1].replace("cnn: error: ", "")
-        if status and error.startswith((f"--gpus {count}: ", f"--replicas {count}: ", *absent)):
+        own = () if launch else (f"--gpus {count}: ", f"--replicas {count}: ")
+        if status and error.startswith((*own, *absent)):
             raise Absent(error)
         if status and error.startswith(lacking):
             raise Lacking(error)

@@ -22,6 +22,8 @@ pretend nvidia-smi "printf 'GPU %d: NVIDIA A100 (UUID: GPU-1)\n' 0 1"
 pretend mpirun 'echo mpirun 4.1.4'
 pretend srun 'echo pmi2'
 pretend nproc 'echo 4'
+pretend lscpu 'echo "Thread(s) per core:  1"'
+pretend python3 'echo Python 3.11.2'
 pretend df 'printf "%s\n" "Filesystem 1024-blocks Used Available" "/dev/a 9 9 5000000"'
 # shellcheck disable=SC2016 # the script's own
 pretend sinfo '[ $1 = --version ] && echo slurm 24.05.1 && exit
@@ -37,13 +39,14 @@ doctor() {
 rows() { awk -v state="$1" '$1 == state && $2 !~ /^(fashion|hipcc)/ { print $2 }' "$out" | xargs; }
 
 doctor OMP=yes NVCC=nvcc HAVE_CUDA=yes HAVE_MPI=yes HAVE_NCCL=yes SBATCH_PARTITION=gpu
-same all/ok "0 compiler OpenMP ./cnn nvcc GPU MPI NCCL cores disk Slurm synthetic" "$status $(rows ok)"
+same all/ok "0 compiler OpenMP ./cnn nvcc GPU MPI NCCL Python cores disk Slurm synthetic" "$status $(rows ok)"
 same all/missing "PMIx mnist cifar10 cifar100, " "$(rows missing), $(rows note)"
 while read -r row; do line "all/${row%% *}" "^(ok|missing| ) +$row"; done <<'END'
 compiler +cc-12 12\.2\.0$
 ./cnn +trains on: .
 nvcc +release 12\.4$
 GPU +2: 2 NVIDIA A100$
+Python +Python 3\.11\.2$
 cores +4 usable$
 disk +5 GB free here$
 cpu\*: 10 nodes of 64 cores, GPUs none, at most 1-00:00:00$
@@ -60,9 +63,14 @@ line none/cnn '^note +\./cnn +does not run here: cnn: error: this CPU lacks avx5
 line none/mnist '^ok +mnist +data/mnist$'
 pretend sinfo 'exit 1'
 pretend nvidia-smi 'exit 1'
+pretend python3 'exit 1' # too old
+pretend lscpu 'echo "Thread(s) per core:  2"'
 rm cnn
 doctor
-same login "GPU Slurm, ./cnn" "$(rows missing | grep -oE 'GPU|Slurm' | xargs), $(rows note)"
+same login "GPU Python Slurm, ./cnn" "$(rows missing | grep -oE 'GPU|Python|Slurm' | xargs), $(rows note)"
+line hardware_threads '^ok +cores +4 usable \(hardware threads, 2 for each core\)$'
+rm "$tmp/fakes/python3"
+pretend lscpu 'exit 1'
 for compiler in cc-4 no-such-compiler; do
     doctor CC=$compiler
     same "broken/$compiler" "1 compiler" "$status $(rows BROKEN)"

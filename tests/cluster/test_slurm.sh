@@ -34,7 +34,7 @@ fi
 [ -z "${GPU_CNN:-}" ] || GPU_CNN=$(realpath "$GPU_CNN")
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
-unset CNN "${!SLURM@}" "${!SBATCH@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
+unset CNN "${!SLURM@}" "${!SBATCH@}" "${!SALLOC@}" "${!SRUN@}" "${!CUEMU@}" CUDA_VISIBLE_DEVICES LAUNCH
 export CUEMU_DEVICES=4
 # Open MPI's processes would take two nodes with one name and one memory for one node.
 export OMPI_MCA_btl=self,tcp
@@ -452,6 +452,17 @@ test_site() {
 file
 command_line --partition=first
 END
+    # srun has the same partition and account; in a job, its steps run where the job does
+    bash -c 'source slurm/site.env && srun printenv SLURM_JOB_PARTITION SLURM_JOB_ACCOUNT' >"$out" 2>&1
+    same site/srun "second course" "$(xargs <"$out")"
+    job=$(bash -c 'source slurm/site.env && sbatch --parsable --partition=first --wrap "srun printenv SLURM_JOB_PARTITION"')
+    until_true ended "$job"
+    same site/step "first" "$(xargs <"slurm-$job.out")"
+    cp "$repo/slurm/site.env" slurm/
+    sed -i 's/^# module load .*/module load no-such-module || return 1/' slurm/site.env
+    submit slurm/cpu.sb "${tiny[@]}"
+    ends no_module "$job" FAILED
+    line no_module/says_so 'module'
     cp "$repo/slurm/site.env" slurm/
     submit slurm/cpu.sb --no-such-option
     ends bad_option "$job" FAILED
@@ -518,6 +529,11 @@ srun
 mpirun mpirun --bind-to none
 END
     scancel "$taken"
+    if can_train_over_mpi mpi/no_gpu; then # the job has one, but the program cannot use it
+        CNN=$PWD/cnn submit slurm/multinode.sb "${tiny[@]}"
+        ends mpi/no_gpu "$job" FAILED
+        line mpi/no_gpu/says_so '^cnn: error: --gpus 1: '
+    fi
     LAUNCH="srun --mpi=none" CNN=./ranks submit slurm/multinode.sb
     ends mpi/no_ranks "$job" FAILED
     line mpi/no_ranks/says_so 'MPI gives no rank: see LAUNCH in slurm/site.env'

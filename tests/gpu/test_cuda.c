@@ -1176,6 +1176,21 @@ static void run_timed(const Kernels *k, const Task *t) {
 
 // The default is the tile with which the busiest of the emulated H100's 132 multiprocessors has the
 // least to do. The emulator's clock shows which one ran: it counts the threads of all blocks.
+// The operations that --layers counts: those of the definition, forward and of each gradient
+static void test_flops(const Kernels *k) {
+    const Layer *l = first_layer((Shape){9, 7, 3});
+    conv2d_bias(&net, 0, 5, 3, 2, 1, true);
+    const double forward = 3 * forward_flops(l);
+    real din = 0;
+    for (size_t gradients = 1; gradients <= 2; gradients++) {
+        const double flops = k->flops((Work){.l = l, .n = 3, .din = gradients == 2 ? &din : NULL});
+        if (flops != forward * (double)(1 + gradients))
+            fail("%zu gradients: %g operations, expected %g", gradients, flops,
+                 forward * (double)(1 + gradients));
+    }
+    verdict("operations, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
+}
+
 static void test_choice_of_tiles(const Kernels *k) {
     static const struct {
         size_t depth, channels, height, width, threads[2]; // tiled, tensor
@@ -1757,6 +1772,7 @@ static const struct {
     {"fused", test_fused_backward, false},
     {"tiles", test_tiles, false},
     {"choice", test_choice_of_tiles, false},
+    {"flops", test_flops, false},
     {"training", test_training, true},
 };
 enum { TESTS = sizeof tests / sizeof *tests };

@@ -462,7 +462,7 @@ bugs=$(cat <<'END'
 1 dropout s/blocks_of_image = (size + 7)/blocks_of_image = (size + 6)/
 1 maxpool2d s/value > best ||/value >= best ||/
 1 avgpool2d s/sum \/ pixels)/sum \/ (pixels - 1))/
-1 optimizers s/(1 - rho) \* delta \* delta/(1 - rho) * delta * g/
+1 optimizers s/one_minus_rho \* delta \* delta/one_minus_rho * delta * g/
 1 gather s/(bits\[0\] % (2 \* CROP_PADDING + 1))/(bits[0] % (2 * CROP_PADDING))/
 1 batchnorm2d s/d \* d \* s.count \* share/d * d * t.count * share/
 1 softmax s/value = fmaxf(value/value = fminf(value/

@@ -100,6 +100,13 @@ test_same_folder() {
         "$(awk -F, '$NF == 1 { print $1 "," $2 }' "$tmp/cut_run/steps.csv" | paste -sd ' ')"
     run "${long[@]}" --checkpoint "$tmp/cut" --out "$tmp/cut_run" --resume
     same_folder folder/nothing_left "$tmp/straight_run" "$tmp/cut_run"
+    # --max-steps has ended the run within an epoch: nothing is left to do there, either
+    run "${long[@]}" --checkpoint "$tmp/ended" --out "$tmp/ended_run" --max-steps 150
+    cp -r "$tmp/ended_run" "$tmp/ended_once"
+    run "${long[@]}" --checkpoint "$tmp/ended" --out "$tmp/ended_run" --resume --max-steps 150
+    same_folder folder/nothing_left_within_epoch "$tmp/ended_once" "$tmp/ended_run"
+    run "${long[@]}" --checkpoint "$tmp/ended" --out "$tmp/ended_run" --resume --eval
+    same folder/eval_adds_a_row "1 2 0" "$(tail -n +2 "$tmp/ended_run/epochs.csv" | cut -d , -f 1 | xargs)"
     # at another line than a row, the rest is cut off
     run "${long[@]}" --checkpoint "$tmp/half" --out "$tmp/damaged" --max-steps 150
     sed -i 20s/^1,/x,/ "$tmp/damaged/steps.csv"

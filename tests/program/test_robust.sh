@@ -68,6 +68,15 @@ test_signals() {
     kill -HUP "$pid"
     wait "$pid"
     same signals/nohup "0 complete" "$? $(status_of "$tmp/nohup")"
+    # A --dry-run whose only step was interrupted has tested nothing.
+    env --default-signal "$cnn" --dataset synthetic --kernels naive --threads 1 --limit-train 128 --limit-test 1 \
+        --dry-run --per-class --out "$tmp/dry" >"$out" 2>"$err" </dev/null &
+    pid=$!
+    until_true grep -qs '"status": "running"' "$tmp/dry/run.json"
+    kill -TERM "$pid"
+    wait "$pid"
+    same signals/dry_run "143 stopped, no predictions.csv, 0 classes" "$? $(status_of "$tmp/dry"), $(
+        [ -e "$tmp/dry/predictions.csv" ] || echo no) predictions.csv, $(grep -c '^Accuracy for class' "$out") classes"
     local both=("${long[@]}" "${replicas[@]}" --global-batch 4) parallel
     for parallel in ddp dp; do
         run "${both[@]}" --parallel $parallel --checkpoint "$tmp/straight" --out "$tmp/straight_run" --log-interval 50
@@ -101,7 +110,13 @@ test_kinds_of_files() {
     chmod 600 "$tmp/target"
     run "${small[@]}" --checkpoint "$tmp/target"
     same files/mode 600 "$(stat -c %a "$tmp/target")"
+    # what is written at the end must not replace the checkpoint, however it is spelled
     refused files/trace_is_checkpoint 2 --trace "${small[@]}" --checkpoint "$tmp/plain" --trace "$tmp/plain"
+    refused files/trace_is_target 2 --trace "${small[@]}" --checkpoint "$tmp/link" --trace "$tmp/target"
+    refused files/model_is_checkpoint 2 --save-model "${small[@]}" --save-model --out "$tmp/model" \
+        --checkpoint "$tmp/./model/model.safetensors"
+    refused files/model_is_resumed 2 --save-model "${small[@]}" --save-model --out "$tmp/model" \
+        --checkpoint "$tmp/model/model.safetensors" --resume
     ln -s loop "$tmp/loop"
     refused files/unreadable_is_not_missing 1 "$tmp/loop" "${small[@]}" --checkpoint "$tmp/loop" --resume
     refused files/eval_of_nothing 1 "$tmp/typo" "${small[@]}" --checkpoint "$tmp/typo" --resume --eval
@@ -225,6 +240,17 @@ test_folders() {
     refused checkpoint/held_by_the_second 1 "another run" "${small[@]}" --checkpoint "$tmp/signals.checkpoint"
     kill -9 "$pid"
     wait "$pid" 2>/dev/null
+    # No replica reads the checkpoint before the first one holds the lock: a run that was killed may still save.
+    local two=("${tiny[@]}" "${replicas[@]}" --global-batch 4)
+    run "${two[@]}" --checkpoint "$tmp/saved" --max-steps 2
+    cp "$tmp/saved" "$tmp/newer"
+    run "${two[@]}" --checkpoint "$tmp/newer" --resume --max-steps 4
+    flock "$tmp/saved.lock" sh -c "touch '$tmp/held'; sleep 2; mv '$tmp/newer' '$tmp/saved'" &
+    until_true test -e "$tmp/held"
+    run "${two[@]}" --checkpoint "$tmp/saved" --resume --max-steps 5
+    wait $!
+    same checkpoint/replicas_wait_for_the_lock "0, 1 line, " \
+        "$status, $(grep -c "^Resuming from $tmp/saved: epoch 2, step 2$" "$out") line, $(cat "$err")"
     # srun without MPI starts copies
     local plain number
     run "${small[@]}"
