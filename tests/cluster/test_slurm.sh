@@ -437,8 +437,9 @@ END
 
 # What site.env says holds, and the command line beats it. Jobs that fail are seen to have failed.
 test_site() {
-    local where
-    echo 'export SBATCH_PARTITION=second SBATCH_ACCOUNT=course' >>slurm/site.env
+    local where show="scontrol -o show job \$SLURM_JOB_ID"
+    sed -i -e 's/^# \(export SBATCH_PARTITION=\)gpu /\1second /' -e 's/^# \(export SBATCH_ACCOUNT=\)course_1234 /\1course /' \
+        slurm/site.env
     while read -r name options; do
         # shellcheck disable=SC2086 # several words
         job=$(bash -c 'source slurm/site.env && sbatch --parsable --hold "$@"' - $options slurm/cpu.sb)
@@ -453,8 +454,8 @@ file
 command_line --partition=first
 END
     # srun has the same partition and account; in a job, its steps run where the job does
-    bash -c 'source slurm/site.env && srun printenv SLURM_JOB_PARTITION SLURM_JOB_ACCOUNT' >"$out" 2>&1
-    same site/srun "second course" "$(xargs <"$out")"
+    bash -c "source slurm/site.env && srun sh -c '$show'" >"$out" 2>&1
+    same site/srun "course second" "$(grep -oP ' (Partition|Account)=\K\S+' "$out" | paste -sd ' ')"
     job=$(bash -c 'source slurm/site.env && sbatch --parsable --partition=first --wrap "srun printenv SLURM_JOB_PARTITION"')
     until_true ended "$job"
     same site/step "first" "$(xargs <"slurm-$job.out")"
