@@ -582,7 +582,8 @@ static void add_backward(Work w) {
      out = (in - mean) * scale + bias         scale = weight / sqrt(variance + eps)
      running_mean = (1 - momentum) * running_mean + momentum * mean
      running_variance = (1 - momentum) * running_variance + momentum * variance * m / (m - 1)
-   Evaluation uses the running statistics instead of the batch's. Sums are computed in double
+   For m = 1, where PyTorch refuses to train, m - 1 is taken as 1. Evaluation uses the running
+   statistics instead of the batch's. Sums are computed in double
    precision. A thread sums a block of adjacent channels, pixel by pixel. The backward pass takes
    mean and 1 / sqrt(variance + eps) from stats, where the forward pass of the same batch has stored
    them. */
@@ -1255,10 +1256,16 @@ static void set_num_threads(size_t count) {
     omp_set_num_threads((int)count);
 }
 
-// Starts a thread that calls function(data). `what` names the thread in the error message.
+// Starts a thread that calls function(data). `what` names the thread in the error message. The size
+// of its stack is set, since the fast kernels keep images there and some systems' default is small.
 static void start_thread(pthread_t *thread, void *(*function)(void *), void *data,
                          const char *what) {
-    const int error = pthread_create(thread, NULL, function, data);
+    enum { STACK = 8 << 20 }; // in bytes
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK);
+    const int error = pthread_create(thread, &attributes, function, data);
+    pthread_attr_destroy(&attributes);
     if (error)
         die(1, "cannot start %s: %s; ulimit -u limits threads, and ulimit -v their memory", what,
             strerror(error));
@@ -2225,7 +2232,8 @@ static void require_kernels(const Net *net, const Kernels *k, const char *table,
 
 // Dies if the kernels cannot compute the kind of a row. On a CPU, naive_kernels must always have
 // the kind, since the fast kernels call the definitions. Also dies if a row reads a log_softmax,
-// whose output stays 32-bit and whose backward pass does not add to another row's gradient.
+// whose output stays 32-bit and whose backward pass does not add to another row's gradient, or if
+// no row reads the row, whose gradient nothing would write.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -2243,6 +2251,11 @@ static void check_row(const Net *net, size_t i) {
     if (net->layers[l->input].kind == LOG_SOFTMAX || net->layers[l->other].kind == LOG_SOFTMAX)
         die(1, "model %s, row %zu: reads a log_softmax; expected log_softmax only as the last row",
             net->model, i);
+    if (i < last_row(net) && count_reads(net, i) == 0)
+        die(1,
+            "model %s, row %zu, a %s: expected a later row that reads it, found none; keep the "
+            "number that its function returns, as in x = relu(net, x)",
+            net->model, i, kinds[l->kind].name);
 }
 
 // Sets the offsets of a row's arrays, for at most max_images. The scratch memory must also suffice
@@ -2338,8 +2351,8 @@ static void init_ones(Net *net, real *param, size_t count) {
 }
 
 /* Initializes a convolution or linear layer. Weights and biases are uniform in +-1 / sqrt(fan_in).
-   A convolution without a bias, which a BatchNorm follows, has normal weights with variance 2 /
-   fan_out (He et al., arXiv:1502.01852). */
+   A convolution without a bias has normal weights with variance 2 / fan_out, as in torchvision's
+   ResNets, where a BatchNorm follows it (He et al., arXiv:1502.01852). */
 static void init_layer(Net *net, size_t row, uint64_t seed) {
     const Layer *l = &net->layers[row];
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
@@ -6959,7 +6972,8 @@ static double row_bytes(const Net *net, size_t row, size_t n) {
 // Returns the memory bandwidth in bytes per second, measured with out = in + residual.
 static double measure_bandwidth(const Run *run) {
     const Kernels *k = run->kernels;
-    const Layer row = {.kind = ADD, .out = {1, 1, 1 << 12}}; // small images: many of them
+    const Shape image = {1, 1, 1 << 12}; // small: there are many of them
+    const Layer row = {.kind = ADD, .in = image, .out = image};
     const Work w = {.l = &row,
                     .n = BANDWIDTH_NUMBERS / row.out.c,
                     .in = run->bandwidth_arrays[0],

@@ -195,19 +195,13 @@ static void stop_threads(void *argument) {
 }
 
 static Threads *start_threads(size_t count) {
-    enum { STACK = 8 << 20 }; // in bytes; bodies keep images on the stack, see suits_pooled()
     Threads *t = must_alloc(sizeof *t, "threads");
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK);
     t->count = count;
     for (size_t i = 1; i < count; i++) {
         t->helpers[i].threads = t;
         t->helpers[i].number = i;
-        if (pthread_create(&t->helpers[i].id, &attributes, helper_main, &t->helpers[i]) != 0)
-            die(1, "cannot start thread %zu of %zu; use fewer --threads", i + 1, count);
+        start_thread(&t->helpers[i].id, helper_main, &t->helpers[i], "one of the --threads");
     }
-    pthread_attr_destroy(&attributes);
     return t;
 }
 
@@ -362,7 +356,7 @@ enum {
     COLUMNS = VECTORS * LANES,         // of the widest tile
     MAX_TAPS = 11 * 11,                // the largest kernel: 11 x 11
     FEW = 8,        // with fewer channels than this a row of taps is read as one tap
-    RUN = 11 * FEW, // the most elements of such a row
+    RUN = 11 * FEW, // the most elements of such a row, with 11 that whole vectors read after it
     // L2 blocking
     MAX_DEPTH = 1024,          // channels that a tile sums over at a time
     WEIGHT_BYTES = 256 * 1024, // of the weights used at a time: they stay in L2
@@ -966,7 +960,7 @@ static void convolve_ith_block(const void *context, size_t i) {
 }
 
 // output[pixel][column] = bias[column] + sum over taps and depth. In parallel: blocks of images and
-// columns, made smaller until there are enough of them for all threads.
+// columns, made smaller until there are about SLICES of them, for balance among threads.
 static void convolve(const Pass *p) {
     size_t columns = panel_columns(p);
     size_t images = min_size(p->n, ceil_div(GROUP_PIXELS, p->out_pixels));

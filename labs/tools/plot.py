@@ -146,7 +146,7 @@ def draw_workers(runs):
         raise Missing("all runs have the same --workers; make study-workers varies them")
     compare(runs, {"workers"})
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    lines = by(workers_rows(runs), lambda row: f"{row['label']}, global batch {row['global_batch']}")
+    lines = by(workers_rows(runs), lambda row: f"{row['model']}, {row['label']}, global batch {row['global_batch']}")
     for i, (name, group) in enumerate(lines.items()):
         axis.errorbar([row["workers"] for row in group], [row["img_per_s_mean"] for row in group],
                       [row["ci95"] or 0 for row in group], capsize=3, label=name, **line_style(i))
@@ -436,7 +436,7 @@ def with_predictions(runs):
     found = [r for r in runs if os.path.exists(os.path.join(r.folder, "predictions.csv"))]
     if not found:
         raise Missing("no run folder has a predictions.csv; runs of this version of ./cnn do")
-    return found
+    return [r for r in found if not r.emulated] or found  # as the table of classes in the report
 
 
 def draw_samples(runs):

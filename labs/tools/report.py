@@ -32,6 +32,7 @@ import os
 import re
 import sys
 import textwrap
+import urllib.parse
 
 from run_folders import (COLUMNS_DIFFER, REPEATS_DIFFER, SCALING, Missing, ablation_beside, add_speedups, by,
                          by_precision, by_value, bytes_rows, differences, WORKERS, facts, fail, is_dirty, make_rows,
@@ -68,14 +69,14 @@ def other_source(run):
     return name if name in other_sources(root) else None
 
 
-def variants(runs):
-    """Groups of runs that differ in nothing but device, batch and seed."""
+def variants(runs, free=frozenset()):
+    """Groups of runs that differ in nothing but device, batch, seed and the settings in `free`."""
     groups = []
     for run in runs:
         for group in groups:
             like = {r.kind: r for r in reversed(group)}  # one of each kind, as devices of a kind must agree
             if other_source(group[0]) == other_source(run) and not any(
-                    differences(other, run, free_settings(other, run)) for other in like.values()):
+                    differences(other, run, free_settings(other, run) | free) for other in like.values()):
                 group.append(run)
                 break
         else:
@@ -100,12 +101,17 @@ def show_variant(name, run, runs):
     return f"{name} {show(facts(run).get(name))}"
 
 
+def differing_settings(groups, free):
+    """The settings in which variants differ, except those in `free`."""
+    names = list(dict.fromkeys(name for a in groups for b in groups for name, _, _ in
+                               differences(a[0], b[0], FREE | free)))
+    return [name for name in names if name not in UNIMPORTANT] or names
+
+
 def timing_rows(runs):
     """The rows of study.csv, variant by variant; `variant` says what is not the same in all."""
     groups, rows = variants(runs), []
-    names = list(dict.fromkeys(name for a in groups for b in groups for name, _, _ in
-                               differences(a[0], b[0], FREE | {"model"})))
-    names = [name for name in names if name not in UNIMPORTANT] or names
+    names = differing_settings(groups, {"model"})
     for group in groups:
         some, other = make_rows(group), other_source(group[0])
         with contextlib.redirect_stdout(None):  # its notes about missing speed-ups: the table shows them
@@ -307,9 +313,11 @@ def make_scaling(root, runs, rows):
 
 def make_workers(root, runs, rows):
     text = csv_tables(root, "workers.csv", [root])
-    swept = [r for r in runs if sum(not differences(r, o, FREE | {"workers"}) for o in runs) > 1]
-    if not text and len({r.settings["workers"] for r in swept}) > 1:
-        text = table(titles_of(WORKERS[:7]), workers_rows(swept))
+    swept = [group for group in variants(runs, {"workers"}) if len({r.settings["workers"] for r in group}) > 1]
+    names = differing_settings(swept, {"workers"})
+    for group in swept if not text else []:
+        what = ", ".join(show_variant(name, group[0], runs) for name in names)
+        text += f"{what}:\n\n" * bool(what) + table(titles_of(WORKERS[:7]), workers_rows(group)) + "\n\n"
     return (text + picture(root, "workers", "images per second by workers")).strip()
 
 
@@ -369,7 +377,8 @@ def make_ablation(root, runs, rows):
     for folder in inside + linked:
         text = csv_tables(root, "ablation.csv", [folder])
         plot = os.path.join(root if folder in linked else folder, "plots", "ablation.png")
-        shown = f"\n\n![speed and accuracy of each rung]({os.path.relpath(plot, root)})" * os.path.exists(plot)
+        address = urllib.parse.quote(os.path.relpath(plot, root))
+        shown = f"\n\n![speed and accuracy of each rung]({address})" * os.path.exists(plot)
         texts += [text + shown] if text else []
     return "\n\n".join(texts)
 

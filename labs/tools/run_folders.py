@@ -72,6 +72,8 @@ def start(main, about, reads):
     folder = parser.parse_args().folder
     try:
         main(folder)
+    except BrokenPipeError:
+        sys.exit(1)  # whoever read the output has seen enough
     except DAMAGES as error:
         fail("a run folder", "files as ./cnn writes them", f"{type(error).__name__}: {error}",
              "was one edited? To find it, give the tool fewer folders")
@@ -91,7 +93,7 @@ def read_epochs(folder):
             return [read_epoch(row) for row in csv.DictReader(f)]
     except OSError as error:
         fail(path, "a file that can be read", error.strerror, "fix its permissions")
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, csv.Error) as error:  # a cell of a short row is None
         fail(path, f"the columns {', '.join(EPOCHS)}", repr(error),
              "give folders that this version of ./cnn has written")
 
@@ -186,16 +188,35 @@ class GrowingTable:
 
 def find_folders(root):
     """The run folders below root, at any depth: {folder: those directly in it}; root itself is in root."""
-    groups, seen = {}, set()
+    groups, seen = {}, {os.path.realpath(root)}
     for folder, names, _ in os.walk(root, followlinks=True):
-        seen.add(os.path.realpath(folder))
-        paths = [os.path.join(folder, name) for name in sorted(names)]
-        names[:] = [os.path.basename(p) for p in paths if os.path.realpath(p) not in seen]
+        paths = []
+        for path in sorted((os.path.join(folder, name) for name in names), key=lambda p: (os.path.islink(p), p)):
+            if os.path.realpath(path) not in seen:  # else a link to it, or from it to a folder above
+                seen.add(os.path.realpath(path))
+                paths.append(path)
+        names[:] = [os.path.basename(path) for path in paths]
         found = [p for p in [root] * (folder == root) + paths
                  if any(os.path.exists(os.path.join(p, name)) for name in RUN_FILES)]
         if found:
             groups[folder] = found
     return groups
+
+
+def is_timed(epoch):
+    """Whether the seconds of an epoch are those of all its images. Those of a run that was resumed within the epoch
+    are not."""
+    low, high = (epoch["images"] / max(epoch["seconds"] + d, 1e-9) + r for d, r in ((5e-4, -0.6), (-5e-4, 0.6)))
+    return epoch["seconds"] <= 5e-4 or low <= epoch["img_per_s"] <= high
+
+
+def timed(runs):
+    """Those whose epochs are timed; prints which ones are left out."""
+    for run in runs:
+        if not all(map(is_timed, run.epochs)):
+            print(f"left out: {run.folder}: it was resumed within an epoch, whose seconds are only those since then",
+                  file=sys.stderr)
+    return [run for run in runs if all(map(is_timed, run.epochs))]
 
 
 def complete(folders):
@@ -222,7 +243,7 @@ def read_runs(root):
     except OSError as error:
         fail(root, "a folder of run folders", error.strerror, "make study writes one")
     groups = find_folders(root)
-    runs = complete(groups.pop(root, []))
+    runs = timed(complete(groups.pop(root, [])))
     others = ", ".join(f"{len(folders)} in {folder}" for folder, folders in groups.items())
     if not runs and others:
         fail(root, "complete runs directly in it", f"none, but run folders below it: {others}",

@@ -228,7 +228,10 @@ def positive(text):
 
 
 def devices(text):
-    return [int(positive(n)) for n in text.split(",") if n]
+    counts = [int(n) for n in text.split(",") if n]
+    if min(counts, default=1) < 1:
+        raise ValueError
+    return counts
 
 
 def parse_options():

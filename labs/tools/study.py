@@ -76,7 +76,7 @@ import sys
 import tempfile
 from types import SimpleNamespace
 
-from run_folders import (ABLATION, COLUMNS, HOURS, REPEATS_DIFFER, SCALING, WORKERS, ablation_rows, add_speedups,
+from run_folders import (ABLATION, COLUMNS, DAMAGES, HOURS, REPEATS_DIFFER, SCALING, WORKERS, ablation_rows, add_speedups,
                          check_comparable, complete, differences, fail, find_folders, hours_rows, is_dirty,
                          make_rows, name_of_data, print_columns, read_run, read_runs, save_table, scaling_rows,
                          workers_rows, write_table)
@@ -136,7 +136,7 @@ def make_task(args, device, count, batch, repeat, batch_option="--global-batch",
     options += [word for option in rung.options.items() for word in option] if rung else []
     options += args.options
     first = rung.program or args.program if rung else args.program
-    launch = [word.format(n=count) for word in args.launch.split()] if device == "ranks" else []
+    launch = [word.replace("{n}", str(count)) for word in args.launch.split()] if device == "ranks" else []
     key = device, count, batch, batch_option, workers, rung and rung.name
     if key not in args.tried:
         try:
@@ -259,8 +259,10 @@ def collect_study(args):
     add_speedups(rows)
     write_table(os.path.join(args.folder, "study.csv"), COLUMNS, rows)
     repeats = args.repeats or max(row["repeats"] for row in rows)
-    missing = [name_missing([r for r in runs if (r.device, r.global_batch) == (device, batch)], repeats,
-                            f"{device}, global batch {batch}")
+    models = sorted({run.model for run in runs})
+    missing = [name_missing([r for r in runs if (r.model, r.device, r.global_batch) == (model, device, batch)], repeats,
+                            f"{model}, " * (len(models) > 1) + f"{device}, global batch {batch}")
+               for model in models
                for device in args.devices or sorted({row["device"] for row in rows})
                for batch in args.batches or sorted({row["global_batch"] for row in rows})]
     sys.exit(1 if any(missing) else 0)
@@ -287,8 +289,10 @@ def collect_workers(args):
     rows = workers_rows(runs)
     write_table(os.path.join(args.folder, "workers.csv"), WORKERS, rows)
     repeats = args.repeats or max(row["repeats"] for row in rows)
-    missing = [name_missing([r for r in runs if r.settings["workers"] == count], repeats, f"{count} workers")
-               for count in args.workers]
+    models = sorted({run.model for run in runs})
+    missing = [name_missing([r for r in runs if (r.model, r.settings["workers"]) == (model, count)], repeats,
+                            f"{model}, " * (len(models) > 1) + f"{count} workers")
+               for model in models for count in args.workers]
     sys.exit(1 if any(missing) else 0)
 
 
@@ -321,6 +325,8 @@ def collect_scaling(args):
     check_comparable(runs, {"threads"})
     rows = scaling_rows(make_rows(runs))
     write_table(os.path.join(args.folder, "scaling.csv"), SCALING, rows)
+    if all(run.world > 1 for run in runs):
+        fail(args.folder, "runs on one device, with which the others are compared", "none", "make those first")
     repeats = args.repeats or max([row["repeats"] for row in rows], default=1)
     there = {(row["scaling"], row["devices"]): row["runs"] for row in rows}
     missing = [name_missing(there.get((kind, count), []), repeats, f"{kind} scaling, devices: {count}")
@@ -334,6 +340,9 @@ def hours(args):
     runs = complete([folder for folders in groups.values() for folder in folders])
     if not runs:
         fail(args.folder, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
+    for run in runs:
+        if sum(e["seconds"] + e["test_seconds"] for e in run.epochs) > 1.01 * run.resources["wall_s"] + 0.01:
+            print(f"Note: {run.folder} was resumed; its hours are only those since then", file=sys.stderr)
     write_table(os.path.join(args.folder, "hours.csv"), HOURS, hours_rows(runs, args.folder))
 
 
@@ -355,6 +364,8 @@ def read_rungs(path, device):
             fail(f"{path}, line {number}", "gpu or cpu, a name, options with their values", " ".join(words),
                  "correct that line")
         if words and words[0] == device:
+            if words[1] in [rung.name for rung in rungs]:
+                fail(f"{path}, line {number}", "a name that no other rung has", words[1], "choose another one")
             cores = str(len(os.sched_getaffinity(0)))
             options = {**options, **dict(zip(words[2::2], (cores if w == "cores" else w for w in words[3::2])))}
             program = options.pop("--program", program)
@@ -520,7 +531,7 @@ def parse_options():
         add("folder", metavar="DIR", help="of the run folders")
         if name == "hours":
             continue
-        add("--batches", nargs="+", type=positive, metavar="B", default=batches,
+        add("--batches", nargs="+" if name in ("run", "collect") else 1, type=positive, metavar="B", default=batches,
             help=f"images per step, all devices together (default: {batches or 'those of the runs'})")
         if name in ("run", "collect"):
             add("--devices", nargs="+", choices=known, metavar="NAME", help="cpu, single, multi")
@@ -563,5 +574,9 @@ if __name__ == "__main__":
         arguments.does(arguments)
     except KeyboardInterrupt:
         sys.exit("study: stopped; finished runs are kept, and the same command continues from here")
+    except BrokenPipeError:
+        sys.exit(1)  # whoever read the output has seen enough
     except OSError as problem:
         fail(problem.filename, "a file that can be written", problem.strerror, "fix its permissions")
+    except DAMAGES as problem:
+        fail("a run folder", "files as ./cnn writes them", f"{type(problem).__name__}: {problem}", "was one edited?")

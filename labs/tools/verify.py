@@ -33,7 +33,7 @@ from types import SimpleNamespace
 from report import (STEP_PHASES, free_settings, generated_files, make_tables, place, read_report, timing_rows,
                     variants)
 from run_folders import (COLUMNS, DAMAGES, EPOCHS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
-                         is_dirty, make_rows, read_confusion, read_csv, read_run, scaling_rows, start,
+                         is_dirty, is_timed, make_rows, read_confusion, read_csv, read_run, scaling_rows, start,
                          table_lines, workers_rows)
 
 SECTIONS = ["Project Title", "Motivating Image", "Abstract", "Methodology", "Timing Results",
@@ -146,8 +146,7 @@ def check_epochs(run):
     time."""
     where = path(run, "epochs.csv")
     for e in run.epochs:
-        low, high = (e["images"] / max(e["seconds"] + d, 1e-9) + r for d, r in ((5e-4, -0.6), (-5e-4, 0.6)))
-        if e["seconds"] > 5e-4 and not low <= e["img_per_s"] <= high:
+        if not is_timed(e):
             yield finding(where, f"img_per_s x seconds = {e['images']} images in epoch {e['epoch']}",
                           f"{e['img_per_s']} x {e['seconds']}")
         for name in filter(lambda name: name != "weight_hash", EPOCHS):

@@ -124,7 +124,7 @@ def headline(run):
             words.append(f"{images / max(seconds, 1e-9):,.0f} images/s")
             if about["status"] == "running":
                 words.append(f"{duration(run.seconds_left())} left")
-    return Panel(Text("\n".join(words)), title=run.folder)
+    return Panel(Text("\n".join(words)), title=Text(run.folder))
 
 
 def curve(run, width):
@@ -180,7 +180,7 @@ def watch(folder, once, interval):
                 if not going:
                     run.end_step()
                 live.update(picture(run, console.width), refresh=True)
-            except FileNotFoundError as error:
+            except (FileNotFoundError, NotADirectoryError) as error:
                 if once:
                     live.stop()
                     fail(error.filename, "a file of a run folder", error.strerror, "write one with ./cnn --out DIR")

@@ -180,6 +180,9 @@ test_lacks() {
     ablation older_emulate --emulate --repeats 1 # which replaces no rung of a real GPU
     same older/not_emulated "0 naive tiled 0 0" \
         "$status $(rungs_of older_emulate) $(cut -d , -f 7 older_emulate/ablation.csv | tail -n +2 | xargs)"
+    printf 'gpu %s --precision tf32\n' one two one >rungs
+    ablation none --rungs rungs --repeats 1
+    error rungs/same_name "rungs, line 3" "a name that no other rung has, found one"
     printf 'gpu tf32 --kernels tensor --precision tf32\n' >rungs
     ablation none --rungs rungs --repeats 1
     error older/nothing_left "a rung that this device has"

@@ -49,8 +49,8 @@ make_run() {
 END_OF_JSON
     awk -v s="$6" -v a="$7" 'BEGIN {
         print "epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr,weight_hash"
-        e = "%d,1000,%s,0,%s,2,0,2,%s,1,0\n"
-        printf e e, 1, s / 4, s / 40, 1, 2, 3 * s / 4, 3 * s / 40, a }' >"$1/epochs.csv"
+        e = "%d,1000,%s,%.1f,%s,2,0,2,%s,1,0\n"
+        printf e e, 1, s / 4, 4000 / s, s / 40, 1, 2, 3 * s / 4, 4000 / 3 / s, 3 * s / 40, a }' >"$1/epochs.csv"
 }
 
 # A study of made-up runs: cpu 10, 12, 14 s; a GPU 3 s in all repeats; two GPUs 2 and 2.5 s.
@@ -101,11 +101,32 @@ test_statistics() {
     sed -i 's/"epochs": 2/"epochs": 3/' made/c3/run.json
     study collect made --repeats 2
     holds left_out/resumed "2 of 3 epochs" "$(cat "$err")" grep -q 'made/c3: epochs.csv has 2 of 3 epochs' "$err"
+    make_run made/c3 cpu 1 50 3 14 57
+    sed -i 's/^2,1000,10.5,/2,1000,5.5,/' made/c3/epochs.csv # 5 s were before the checkpoint
+    study collect made --repeats 2
+    same left_out/resumed_within_an_epoch \
+        "left out: made/c3: it was resumed within an epoch, whose seconds are only those since then" "$(cat "$err")"
+    printf '1,1000,0.1' >>made/c3/epochs.csv # the disk was full
+    study collect made --repeats 2
+    error left_out/short_row made/c3/epochs.csv "the columns epoch"
     make_run made/c3 cpu 1 100 3 14 57
     make_run made/s4 "GPU X" 1 150 1 3 60
     study collect made --repeats 1
     line speedup/no_cpu_row '^Note: no speed-up for single, cifar, global batch 150'
     same speedup/none "" "$(cell made/study.csv ^single.*,150, speedup)"
+    # a link to a folder is not another run, and runs of another model are no repeats
+    rm -rf made
+    make_run made/c1 cpu 1 50 1 10 50
+    make_run made/c2 cpu 1 50 1 10 50
+    sed -i 's/"model": "cifar"/"model": "lenet"/' made/c2/run.json
+    ln -s c1 made/a
+    study collect made --repeats 2
+    same models/missing "1 missing: cifar, cpu, global batch 50: repeat 2|missing: lenet, cpu, global batch 50: repeat 2|" \
+        "$status $(tr '\n' '|' <"$err")"
+    same models/repeats "1 1" "$(awk -F, 'NR > 1 { print $7 }' made/study.csv | xargs)"
+    study collect made --workers 1 --repeats 2
+    same models/workers "1 missing: cifar, 1 workers: repeat 2|missing: lenet, 1 workers: repeat 2|" \
+        "$status $(tr '\n' '|' <"$err")"
 }
 
 # refuse NAME RUN SED WORDS...: with that change to a run nothing is compared
@@ -323,6 +344,9 @@ test_hours() {
     near hours/training 80 "$(cell cost/hours.csv ^strong training_percent)"
     near hours/cores 0.0377778 "$(cell cost/hours.csv ^sum.*core hours)" # and 8 x 7 / 3600
     near hours/gpus 0.00388889 "$(cell cost/hours.csv ^sum.*GPU hours)"  # not the emulated one
+    sed -i 's/"wall_s": 10/"wall_s": 3/' cost/strong/one-r2/run.json
+    study hours cost
+    same hours/resumed "Note: cost/strong/one-r2 was resumed; its hours are only those since then" "$(cat "$err")"
     mkdir -p nothing
     study hours nothing
     error hours/none nothing "folders of complete runs"
@@ -345,6 +369,10 @@ END_OF_PROGRAM
     done
     same launched/processes "1 2" "$(sort -u launched | xargs)"
     holds launched/no_table "none before it is collected" "$(ls ranks)" [ ! -e ranks/scaling.csv ]
+    mv ranks/cifar-ranks1* .
+    study collect ranks --counts 1 2
+    error launched/not_one ranks "runs on one device"
+    mv cifar-ranks1* ranks/
     rm -r ranks/cifar-ranks2-each16-r2
     study collect ranks --counts 1 2 4
     same launched/missing "1 missing: weak scaling, devices: 2: repeat 2|missing: strong scaling, devices: 4: repeat 1, 2|$(

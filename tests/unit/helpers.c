@@ -61,7 +61,33 @@ static void test_memory_limits(void) {
     verdict("the limit of memory that cgroups set");
 }
 
+static void *measure_stack(void *bytes) {
+    pthread_attr_t attributes;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstacksize(&attributes, bytes);
+    pthread_attr_destroy(&attributes);
+    return NULL;
+}
+
+// With musl the default is 128 KiB, less than the images that pooled_ith_slice() keeps there.
+static void test_stack(void) {
+    pthread_attr_t usual, small;
+    pthread_t thread;
+    size_t bytes = 0;
+    pthread_getattr_default_np(&usual);
+    pthread_getattr_default_np(&small);
+    pthread_attr_setstacksize(&small, 192 << 10);
+    pthread_setattr_default_np(&small);
+    start_thread(&thread, measure_stack, &bytes, "a test");
+    pthread_join(thread, NULL);
+    pthread_setattr_default_np(&usual);
+    if (bytes < 8 << 20)
+        fail("the stack of a thread has %zu bytes, expected 8 MB", bytes);
+    verdict("the stack of a thread");
+}
+
 static void test_helpers(void) {
     test_philox();
+    test_stack();
     test_memory_limits();
 }

@@ -121,6 +121,12 @@ static size_t build_other_classes(Net *net, size_t x) {
     return log_softmax(net, linear(net, x, net->classes + 1));
 }
 
+static size_t build_forgotten_row(Net *net, size_t x) {
+    x = conv2d_bias(net, x, 4, 1, 1, 0, true);
+    relu(net, x); // x = is missing
+    return log_softmax(net, linear(net, x, net->classes));
+}
+
 static size_t build_unread_row(Net *net, size_t x) {
     x = log_softmax(net, linear(net, x, net->classes));
     relu(net, x);
@@ -185,6 +191,7 @@ static void test_refused_networks(void) {
         {build_softmax_of_pixels, "log_softmax at row 2: expected 1 x 1 pixel, found 4 x 4\n"},
         {build_other_classes, "over the 10 classes of test; found row 2 of 3, with 11 outputs\n"},
         {build_unread_row, "over the 10 classes of test; found row 2 of 4, with 10 outputs\n"},
+        {build_forgotten_row, "row 2, a relu: expected a later row that reads it, found none; "},
         {build_softmax_as_input,
          "row 3: reads a log_softmax; expected log_softmax only as the last "},
         {build_softmax_as_other,
