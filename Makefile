@@ -276,7 +276,7 @@ verify:
 starter:
 	@labs/check/starter.sh '$(LAB)' '$(OUT)'
 check:
-	@CC='$(CC)' FROM='$(FROM)' labs/check/check.sh '$(LAB)' $(TEST)
+	@CC='$(CC)' labs/check/check.sh '$(LAB)' $(TEST) # make exports FROM, if there is one
 gradescope:
 	@labs/gradescope/pack.sh '$(LAB)' $(if $(OUT),'$(OUT)')
 

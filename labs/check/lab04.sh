@@ -55,6 +55,8 @@ build_races() { # clang's race detector is faster; either will do
     local cxx=${CXX:-g++} tsan=(-g -fsanitize=thread)
     if clang++ "${tsan[@]}" -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
         cxx=clang++
+    elif ! "$cxx" "${tsan[@]}" -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
+        return 0 # test 6 says so
     fi
     emulated_kernels lab04_races.o lab04 "$cxx" "${tsan[@]}" &&
         "$cxx" "${tsan[@]}" lab04.o lab04_races.o -o lab04_races -lm -lpthread
@@ -78,6 +80,11 @@ compile_crossover() { # compile_crossover FOLDER: of the sources there
 # Runs the race detector and prints its report in terms of the lab.
 races() {
     local order
+    if [ ! -e lab04_races ]; then
+        echo "found no thread sanitizer; to earn these points install gcc's libtsan, or clang, and run" \
+            "make check LAB=4 again"
+        return 77
+    fi
     for order in 0 1 7; do
         CUEMU_ORDER=$order TSAN_OPTIONS=halt_on_error=1 WORKER_MAY_OPEN=1 WORKER=./lab04_races \
             ./checker 6 >said 2>&1 </dev/null 8>&- 9>&- && continue

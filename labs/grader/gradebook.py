@@ -52,16 +52,30 @@ def page_of(result):
     return f"pages/{page_name(result.student)}.html"
 
 
+def rows_of_others(path, results):
+    """The rows of an earlier call, of students whom this one does not grade."""
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            rows = list(csv.reader(f))[1:]
+    except OSError:
+        return []
+    graded = {cell(result.student) for result in results}
+    return [row for row in rows if row and row[0] not in graded]
+
+
 def write(options, results, new):
-    """The grade book of all results so far, and the pages of the new ones."""
+    """The grade book of all results so far, and the pages of the new ones. Only this user can read them."""
+    book_path = os.path.join(options.out, "gradebook.csv")
+    os.makedirs(options.out, mode=0o700, exist_ok=True)
     os.makedirs(os.path.join(options.out, "pages"), exist_ok=True)
     for result in new:
         save(os.path.join(options.out, page_of(result)), make_page(options, result))
     rows = [[result.student, options.lab, "" if result.points is None else result.points, result.of, kinds(result),
              again(result), page_of(result)] for result in results]
     book = io.StringIO()
-    csv.writer(book, lineterminator="\n").writerows([COLUMNS, *(map(cell, row) for row in rows)])
-    save(os.path.join(options.out, "gradebook.csv"), book.getvalue())
+    others = rows_of_others(book_path, results)
+    csv.writer(book, lineterminator="\n").writerows([COLUMNS, *others, *(map(cell, row) for row in rows)])
+    save(book_path, book.getvalue())
 
 
 def save(path, text):

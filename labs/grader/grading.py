@@ -44,7 +44,6 @@ class Course:
         self.base, self.kind, self.jobs = base, options.isolation, jobs
         self.starter, self.tools, self.program = (os.path.join(base, n) for n in ("starter", "tools", "cnn"))
         self.seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-        self.draw = random.Random(self.seed)
         self.count = 0
         self.tests = list_tests(self.starter, self.lab)
         self.python, self.plots, self.python_files = find_python()
@@ -151,12 +150,17 @@ def grade(course, student, path):
 def take(course, result, path, folder):
     """The copy of the submission, which the sandbox may read."""
     given = course.new(folder, "given")
+    path = os.path.isdir(path) and intake.archive_in(path) or path
     if os.path.isdir(path):
         left_out = intake.copy_folder(path, given)
     else:
         left_out, given = unpack(course, path, folder, given)
     result.flags += [("files", place, reason) for place, reason in left_out]
-    given = intake.find_top(given)
+    top = intake.find_top(given)
+    if not top:
+        result.flags.append(("files", os.path.basename(path), "expected cnn.c, labs or runs in it, or in a folder in it, "
+                             "found none of them; it counts as empty"))
+    given = top or given
     for above, _, names in os.walk(given):
         os.chmod(above, 0o755)
         for name in names:  # all of the same age: unpacking and git change times
@@ -209,6 +213,8 @@ def check(course, result, given, folder):
         passed = test.get("score") == points and test.get("status") == "passed"
         said = text(test.get("output"), 2000)
         result.tests.append((title, points if passed else 0, points, said))
+        if said.startswith("skipped:"):
+            result.flags.append(("checker", f"test {len(result.tests)}: {title}", f"not tested on this machine: {said}"))
         if BY_A_PART.search(said):
             result.flags.append(("code", f"test {len(result.tests)}: {title}", said))
     result.points = sum(got for _, got, _, _ in result.tests)
@@ -254,7 +260,8 @@ def clean(run):
 def begin_again(course, result, folder):
     """Re-runs some runs with the instructor's build: the first losses have to be the same."""
     measured = [r for r in result.runs if r["provenance"] == "measured" and r["losses"]]
-    for number, run in enumerate(course.draw.sample(measured, min(course.again, len(measured)))):
+    draw = random.Random(f"{course.seed} {result.student}")  # the same, whoever else is graded
+    for number, run in enumerate(draw.sample(measured, min(course.again, len(measured)))):
         options, why = repeat_options(run["settings"], run["world"])
         if why:
             result.again.append((run["folder"], "", why))

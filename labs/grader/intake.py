@@ -24,7 +24,7 @@ FILES = 5000
 DEPTH = 12
 NAME = 200           # characters
 # What students need not hand in, and what nothing here reads.
-IGNORED = {".git", ".venv", "build", "__pycache__", "data"}
+IGNORED = {".git", ".venv", "venv", "env", "build", "__pycache__", "data"}
 # What a Mac adds to a folder or an archive
 OF_A_MAC = re.compile(r"__MACOSX|\.DS_Store|\._.*", re.S)
 # Links to run folders that make report LAB=n makes, or what an archiver has put in their place.
@@ -67,6 +67,8 @@ class Copy:
         """Copies a file object; its size is counted here, whatever its header says."""
         target, size = os.path.join(self.out, path), 0
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.lexists(target):
+            os.remove(target)  # tar -r has added a newer one to the archive
         self.files += 1
         if self.files > FILES:
             raise Full(f"expected at most {FILES} files, found more; the others were not read")
@@ -85,11 +87,22 @@ class Copy:
 
 def find_top(given):
     """The folder with the student's files: `given`, or one in it, since students may have packed their folder instead
-    of its contents. run_autograder has the same rule."""
+    of its contents, or unpacked and packed it again. run_autograder has a similar rule. None: there is none."""
     inside = sorted(entry.path for entry in os.scandir(given) if entry.is_dir(follow_symlinks=False))
     known = [folder for folder in [given, *inside]
              if any(os.path.exists(os.path.join(folder, name)) for name in ("cnn.c", "runs", "labs"))]
-    return (known or [given])[0]
+    if known:
+        return known[0]
+    return find_top(inside[0]) if len(inside) == 1 else None
+
+
+def archive_in(folder):
+    """The only archive in a folder, as some learning platforms export submissions, if it has nothing else of a lab."""
+    if find_top(folder):
+        return None
+    archives = [entry.path for entry in os.scandir(folder)
+                if entry.is_file(follow_symlinks=False) and entry.name.endswith(ARCHIVES)]
+    return archives[0] if len(archives) == 1 else None
 
 
 # ---- Folders
@@ -163,8 +176,9 @@ def members_of_zip(archive):
     for member in archive.infolist():
         mode = member.external_attr >> 16
         odd = None if member.is_dir() or stat.S_IFMT(mode) in (0, stat.S_IFREG) else kind_of(mode)
-        if not member.is_dir():
-            yield member.filename, odd, member.file_size, lambda m=member: archive.open(m)
+        name = member.filename.replace("\\", "/")  # as Windows PowerShell 5 writes it
+        if not name.endswith("/"):
+            yield name, odd, member.file_size, lambda m=member: archive.open(m)
 
 
 def members_of_tar(archive):
@@ -187,8 +201,8 @@ def unpack(archive, out):
                 if odd:
                     copy.refuse(name, f"expected an ordinary file, found a {odd}; not read")
                 elif size > FILE_BYTES:
-                    raise Full(f"{name}: expected at most {FILE_BYTES // MB} MB, found {size // MB} MB; the rest of "
-                               "the archive was not read")
+                    copy.refuse(name, f"expected a file of at most {FILE_BYTES // MB} MB, found {size // MB} MB; not "
+                                "read")
                 else:
                     with contextlib.closing(source()) as file:
                         copy.write(name, file)

@@ -48,7 +48,8 @@ def is_root():
 def programs():
     """The folders of the system's programs, and those of this Python and of $CC, wherever they are."""
     found = [p for p in SYSTEM if os.path.lexists(p)]
-    for path in (sys.base_prefix, sys.prefix, os.path.dirname(compiler()), *os.environ.get("READABLE", "").split(":")):
+    for path in (sys.base_prefix, sys.prefix, os.path.dirname(compiler()), os.path.dirname(os.path.realpath(compiler())),
+                 *os.environ.get("READABLE", "").split(":")):
         if path and not any(path == p or path.startswith(p + "/") for p in found) and path != "/":
             found.append(path)
     return found
@@ -61,8 +62,9 @@ def ancestors(path):
 
 
 def compiler():
-    path = shutil.which(os.environ.get("CC") or "gcc")
-    return os.path.realpath(path) if path else "/usr/bin/gcc"
+    """Its path, but not what a link there points to: that may be ccache, which its name tells what to do."""
+    path = shutil.which(os.environ.get("CC") or "gcc") or "/usr/bin/gcc"
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def bwrap(command, read, write, cwd):
@@ -109,7 +111,7 @@ def environment(write, kind):
     path = [os.path.dirname(compiler()), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin",
             os.path.dirname(sys.executable)]  # the checker needs some python3
     return {"PATH": ":".join(path), "HOME": "/tmp", "TMPDIR": write if kind == "limits" else "/tmp",
-            "LC_ALL": "C.UTF-8", "CC": compiler(), "NO_CUDA": "1", "NO_MPI": "1",
+            "LC_ALL": "C.UTF-8", "CC": compiler(), "CCACHE_DISABLE": "1", "NO_CUDA": "1", "NO_MPI": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": "/tmp"}
 

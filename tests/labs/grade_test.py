@@ -9,7 +9,6 @@ import csv
 import glob
 import html
 import os
-import random
 import re
 import signal
 import subprocess
@@ -106,6 +105,9 @@ def test_whole(names):
     cells = "\n".join(",".join(row.values()) for row in rows)
     verdict("whole/no_formula", "no cell that begins with =", cells, not re.search("(^|,)[=+@-]", cells, re.M))
     untouched()
+    _, _, later, _ = grade(names[:1])  # one student by itself, later
+    same("whole/others_stay", sorted(row["student"] for row in rows), sorted(row["student"] for row in later))
+    same("whole/private", 0o700, os.stat(f"{MADE}/grades").st_mode & 0o777)
     for page in pages:
         verdict(f"whole/file_name/{page}", "harmless characters", page, re.fullmatch("pages/[A-Za-z0-9._-]+", page))
 
@@ -189,7 +191,7 @@ class Plain:
     def __init__(self):
         self.base, self.starter, self.tools = MADE, f"{MADE}/starter", f"{MADE}/tools"
         self.lab, self.python, self.count = "0", sys.executable, 0
-        self.program, self.again, self.data, self.draw = f"{MADE}/cnn", 9, None, random.Random(1)
+        self.program, self.again, self.data, self.seed = f"{MADE}/cnn", 9, None, 1
         self.jobs = grading.read_jobs(f"{MADE}/jobs.txt", None)
 
     folder, new = grading.Course.folder, grading.Course.new

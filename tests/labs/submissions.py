@@ -172,6 +172,33 @@ def packed_folder(student):
     shutil.rmtree(student.folder)
 
 
+@good("willy_windows.zip")
+def packed_by_powershell(student):
+    """With the separator of Windows, by version 5; a folder that was unpacked and packed again."""
+    student.run()
+    with zipfile.ZipFile(student.folder + ".zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for folder, _, names in os.walk(student.folder):
+            for name in names:
+                inside = os.path.relpath(os.path.join(folder, name), student.folder)
+                archive.write(os.path.join(folder, name), "lab0\\lab0\\" + inside.replace("/", "\\"))
+    shutil.rmtree(student.folder)
+
+
+@good()
+def nora_exported(student):
+    """A folder that contains an archive, as learning platforms export it; tar -r has added a newer file."""
+    student.run()
+    with tarfile.open(student.folder + "/../nora.tar", "w") as archive:
+        old = tarfile.TarInfo("lab0/runs/lab00/run.json")
+        old.size = 4
+        archive.addfile(old, io.BytesIO(b"old\n"))
+        archive.add(student.folder, "lab0")
+    shutil.rmtree(student.folder)
+    os.mkdir(student.folder)
+    os.rename(student.folder + "/../nora.tar", student.path("lab0.tar"))
+    save(student.path("comment.txt"), "Handed in late.")
+
+
 @good("emil.tar.gz")
 def packed_by_tar(student):
     student.run()
@@ -523,7 +550,7 @@ def huge_file(student):
         f.truncate(10 << 30)  # a hole: it takes no space
 
 
-@bad(("files", "bomb.zip", "at most 64 MB, found"), name="bomb.zip")
+@bad(("files", "runs/lab00/steps.csv", "at most 64 MB, found"), name="bomb.zip")
 def zip_bomb(student):
     student.run()
     with zipfile.ZipFile(student.folder + ".zip", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -557,6 +584,14 @@ def script_as_name(student):
     run.about["machine"]["host"] = run.about["settings"]["dataset"] = run.about["settings"]["batch-size"] = markup
     run.save_json()
     save(student.path("runs/report.md"), markup)
+
+
+@bad(("files", "in_another_place", "expected cnn.c, labs or runs in it"))
+def in_another_place(student):
+    student.run()
+    os.rename(student.path("runs"), student.path("results"))
+    os.remove(student.path("cnn.c"))
+    save(student.path("docs/notes.txt"), "See results.")
 
 
 @bad(("files", "runs/", "printable"), name="=cmd|' ;calc'!A0")

@@ -498,8 +498,9 @@ without_python() {
 }
 
 gradescope() {
-    local root=$tmp/scope/autograder
-    mkdir -p "$root/source" "$root/submission/mine"
+    # shellcheck disable=SC2016 # what a student may have named a folder
+    local root=$tmp/scope/autograder mine="O'Neil"'s $(touch no) $(shell touch no)'
+    mkdir -p "$root/source" "$root/submission/$mine"
     make -s --no-print-directory -C "$repo" gradescope LAB=0 OUT="$tmp/scope.zip" >"$tmp/scope.log" 2>&1
     if [ -z "$python3" ]; then
         skip gradescope "python3 is not installed"
@@ -507,10 +508,11 @@ gradescope() {
     fi
     (cd "$root/source" && "$python3" -m zipfile -e "$tmp/scope.zip" .)
     cp "$root/source/run_autograder" "$root"
-    cp -r "$tmp/solved0/runs" "$root/submission/mine"
-    mkdir -p "$root/submission/__MACOSX/mine/runs" # as a Mac packs it
-    touch "$root/submission/.DS_Store" "$root/submission/mine/runs/._lab00" "$root/submission/__MACOSX/mine/._runs"
+    cp -r "$tmp/solved0/runs" "$root/submission/$mine"
+    mkdir -p "$root/submission/__MACOSX/$mine/runs" # as a Mac packs it
+    touch "$root/submission/.DS_Store" "$root/submission/$mine/runs/._lab00" "$root/submission/__MACOSX/$mine/._runs"
     chmod 755 "$tmp" # as root, students' code runs as another user
+    chmod 700 "$root/submission/$mine"
     (cd "$root" && PREFIX=$tmp/scope bash ./run_autograder) >"$tmp/scope.log" 2>&1
     holds gradescope "10 points" "$(tail -n 3 "$tmp/scope.log")" \
         grep -q '^{"score": 10, "tests"' "$root/results/results.json"
