@@ -36,7 +36,9 @@ ifdef HIP
 HAVE_HIP := $(shell command -v $(firstword $(HIPCC)) 2>/dev/null)
 else ifndef NO_CUDA
 NVCC := $(shell command -v nvcc 2>/dev/null || command -v $(CUDA)/bin/nvcc 2>/dev/null)
-HAVE_CUDA := $(and $(NVCC),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint main(void) { int n; \
+# Does it accept the C++ compiler, which may be too new for it?
+ACCEPTS := $(and $(NVCC),$(shell $(NVCC) -x cu -E - </dev/null >/dev/null 2>&1 && echo yes))
+HAVE_CUDA := $(and $(ACCEPTS),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint main(void) { int n; \
 	return cudaGetDeviceCount(&n) == 0; },-I$(dir $(NVCC))../include -L$(dir $(NVCC))../lib64 \
 	-lcudart_static -lpthread -ldl -lrt))
 endif
@@ -62,7 +64,7 @@ found:
 ifdef HIP
 	@echo "HIP:    $(if $(HAVE_HIP),found$(comma) for AMD's $(HIP_ARCH),hipcc not found: CPU only)"
 else
-	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) $(CUDA_FOR),$(if $(NO_CUDA),disabled,not found: CPU only))"
+	@echo "CUDA:   $(if $(HAVE_CUDA),found$(comma) $(CUDA_FOR),$(if $(NO_CUDA),disabled,$(if $(NVCC),not usable$(comma) see make doctor,not found): CPU only))"
 endif
 	@echo "MPI:    $(if $(HAVE_MPI),found,$(if $(NO_MPI),disabled,not found: one machine only))"
 	@echo "NCCL:   $(if $(HAVE_NCCL),found,$(if $(NO_NCCL),disabled,not found$(comma) or not needed: it connects GPUs of MPI ranks))"
@@ -101,7 +103,7 @@ help:
 
 doctor:
 	@CC='$(CC)' OMP='$(OMP)' NVCC='$(NVCC)' HAVE_CUDA='$(HAVE_CUDA)' HAVE_MPI='$(HAVE_MPI)' \
-		HAVE_NCCL='$(HAVE_NCCL)' slurm/doctor.sh
+		HAVE_NCCL='$(HAVE_NCCL)' ACCEPTS='$(ACCEPTS)' slurm/doctor.sh
 
 SOURCE = cnn.c $(wildcard cnn_kernels.c) # cnn.c includes the second one if it exists
 

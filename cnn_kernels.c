@@ -35,8 +35,10 @@
    iterations taken from the share, so nothing can be taken from a loop that is over. */
 
 #include <limits.h>
-#include <linux/futex.h>
 #include <sys/syscall.h>
+
+// As in linux/futex.h, which not every C library comes with
+enum { FUTEX_WAIT_PRIVATE = 128, FUTEX_WAKE_PRIVATE = 129 };
 
 static const double SPIN = 100e-6;
 

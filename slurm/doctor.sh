@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Shows what this machine provides for cnn.c, and how to get what is missing.
-# `make doctor` calls it with what the Makefile found: CC, OMP, NVCC, HAVE_CUDA, HAVE_MPI, HAVE_NCCL.
+# `make doctor` calls it with what the Makefile found: CC, OMP, NVCC, ACCEPTS, HAVE_CUDA, HAVE_MPI, HAVE_NCCL.
 # Exit status 1 only where ./cnn cannot be built.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -27,10 +27,14 @@ fi
 # ---- Building
 
 compiler() {
+    local program='#if !defined(__clang__) && __GNUC__ < 9
+        #error
+        #endif
+        int main(void) { return 0; }'
     if ! have "${CC%% *}"; then
         broken compiler "${CC%% *} not found; Debian: apt-get install gcc; on a cluster: module load gcc"
-    elif ! echo 'int main(void) { return 0; }' | $CC -std=gnu17 -x c - -o /dev/null -lm -lpthread 2>/dev/null; then
-        broken compiler "$CC cannot build a C17 program: it is too old or lacks the C library's headers"
+    elif ! echo "$program" | $CC -std=gnu17 -x c - -o /dev/null -lm -lpthread 2>/dev/null; then
+        broken compiler "$CC cannot build ./cnn: it is older than gcc 9, or lacks the C library's headers"
         todo "Debian: apt-get install gcc libc6-dev; on a cluster: module load gcc"
     else
         ok compiler "$(version "${CC%% *}" --version)"
@@ -58,6 +62,8 @@ binary() {
 cuda() {
     if [ -n "${HAVE_CUDA:-}" ]; then
         ok nvcc "$(version "$NVCC" --version | sed 's/.*\(release\)/\1/')"
+    elif [ -n "${NVCC:-}" ] && [ -z "${ACCEPTS:-}" ]; then
+        missing nvcc "$NVCC does not accept this g++: load an older gcc, or export NVCC_CCBIN=g++-13"
     elif [ -n "${NVCC:-}" ]; then
         missing nvcc "$NVCC found, but its library cudart_static is missing or does not link"
     else

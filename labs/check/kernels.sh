@@ -95,7 +95,7 @@ emulated() { emulated_kernels "$1.o" "${@:2}" && "$3" -g "$2.o" "$1.o" -o "$1" -
 # only_emulator_calls OBJECT [MORE]
 only_emulator_calls() {
     local own='_?Z[A-Za-z0-9_]+|cxa_[a-z_]+|gxx_personality_v0|dso_handle|GLOBAL_OFFSET_TABLE_|Unwind_[A-Za-z]+|lab_[a-z_]+|'
-    own+='libc_single_threaded|(isoc[0-9]+_)?sscanf|errno_location|tls_get_addr|abort|atol|strtol[a-z]*|clock_gettime|getenv|'
+    own+='libc_single_threaded|sscanf|errno_location|tls_get_addr|abort|atol|strtol[a-z]*|clock_gettime|getenv|'
     own+='m(map|protect|unmap)|posix_memalign|aligned_alloc|sig[a-z]+|sysconf|std(err|out)|realloc|[a-z]+jmp|'
     own+='pthread_(self|create|join|detach|once|(mutex|cond|key)_[a-z]+)|'
     own+='tsan_[a-z0-9_]+|l?l?(rint|round)[fl]?|(copysign|ilogb|ldexp|nearbyint|rint|trunc)[fl]?'

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # runs.sh LAB TEST FROM: a test of run folders, by runs.py. Exit status 77: skipped, since Python is missing.
-needed='import sys; sys.exit(sys.version_info < (3, 7))'
+needed='import sys; sys.exit(sys.version_info < (3, 8))'
 if ! python3 -c "$needed" 2>/dev/null; then
-    echo "run folders are read by Python 3.7 or newer, which was not found; to earn these points install python3 and" \
+    echo "run folders are read by Python 3.8 or newer, which was not found; to earn these points install python3 and" \
         "run make check LAB=$1 again"
     exit 77
 fi

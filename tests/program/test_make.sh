@@ -23,6 +23,7 @@ pretend() {
 pretend nvcc <<'END'
 case " $* " in
 *' --help '*) cat "$(dirname "$0")/architectures" ;;
+*' -E '*) [ ! -e "$(dirname "$0")/refuses" ] ;; # the C++ compiler
 *' --dryrun '*) printf '#$ ptxas -arch=sm_%s "x"\n' 90 80 100 80 >&2 ;;
 *)
     arch=$(echo "$@" | grep -o 'arch=[^ ]*')
@@ -70,6 +71,12 @@ has_cuda() { grep -aqE 'cudaGetDeviceCount' "$1"; }
 
 test_login_node() {
     gpu ''
+    project
+    touch "$fakes/refuses"
+    made run
+    same refuses/run "0 Train Epoch: 1 " "$status $(tail -n 1 "$out") $(compiled)"
+    line refuses/run/says '^CUDA: +not usable, see make doctor: CPU only$'
+    rm "$fakes/refuses"
     project
     made run
     same login/run "0 Train Epoch: 1" "$status $(tail -n 1 "$out")"
