@@ -1523,12 +1523,6 @@ static void atomic_commit(const AtomicFile *f) {
 
 // ---- Limits of the machine
 
-static size_t usable_cores(void) {
-    cpu_set_t set;
-    const int error = sched_getaffinity(0, sizeof set, &set);
-    return error ? 1 : (size_t)CPU_COUNT(&set);
-}
-
 static double machine_memory(void) {
     return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 }
@@ -1557,19 +1551,21 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
     line[strcspn(line, "\n")] = 0;
 }
 
-// Returns the limit in bytes that a file memory.max states, or INFINITY.
+// Returns the limit that a file of a cgroup states, or INFINITY: memory.max states bytes; cpu.max
+// states a CPU time and the period in which the group may use it, whose quotient is in cores.
 static double read_limit(const char *path) {
     char line[PATH_SIZE];
-    double limit = INFINITY; // sscanf() leaves it so if the line is "max", or missing
+    double limit = INFINITY,
+           period = 1; // sscanf() leaves limit so if the line is "max", or missing
     find_line(line, path, "");
-    sscanf(line, "%lf", &limit);
-    return limit;
+    sscanf(line, "%lf %lf", &limit, &period);
+    return limit / period;
 }
 
-// Returns the smallest memory limit, in bytes, of this process's cgroup (version 2) and the groups
-// above it. `cgroup_file` has the format of /proc/self/cgroup: a line "0::GROUP", and the group's
-// limit is in ROOT/GROUP/memory.max.
-static double cgroup_limit(const char *cgroup_file, const char *root) {
+// Returns the smallest limit of this process's cgroup (version 2) and the groups above it.
+// `cgroup_file` has the format of /proc/self/cgroup: a line "0::GROUP", and the group's limit is in
+// ROOT/GROUP/name.
+static double cgroup_limit(const char *cgroup_file, const char *root, const char *name) {
     char line[PATH_SIZE], path[3 * PATH_SIZE];
     double limit = INFINITY;
     find_line(line, cgroup_file, "0::");
@@ -1579,7 +1575,7 @@ static double cgroup_limit(const char *cgroup_file, const char *root) {
     char *end = group + strlen(group);
     while (end) {
         *end = 0;
-        snprintf(path, sizeof path, "%s%s/memory.max", root, group);
+        snprintf(path, sizeof path, "%s%s/%s", root, group, name);
         limit = fmin(limit, read_limit(path));
         end = strrchr(group, '/'); // the group above it
     }
@@ -1599,8 +1595,18 @@ static double slurm_limit(void) {
 // Returns the memory that this process may use, in bytes: the smallest of the machine's, the Slurm
 // job's and the cgroup's limits.
 static double memory_limit(void) {
-    const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup");
+    const double cgroup = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup", "memory.max");
     return fmin(fmin(machine_memory(), slurm_limit()), cgroup);
+}
+
+// Returns the cores that this process may use. A container may have a part of the time of all cores
+// instead of cores of its own; more threads would only use it up sooner, and wait.
+static size_t usable_cores(void) {
+    cpu_set_t set;
+    const int error = sched_getaffinity(0, sizeof set, &set);
+    const double cores = error ? 1 : CPU_COUNT(&set);
+    const double quota = cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup", "cpu.max");
+    return (size_t)fmax(1, fmin(cores, ceil(quota)));
 }
 
 // ---- Hashes, and numbers that are finite

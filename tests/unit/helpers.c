@@ -26,39 +26,45 @@ static void write_text(const char *folder, const char *file, const char *text) {
         fail("cannot write %s", path);
 }
 
-// The limit of the process's own group in version 2 of cgroups
-static void test_memory_limits(void) {
+// The limits of the process's own group in version 2 of cgroups
+static void test_limits(void) {
     char folder[PATH_SIZE], table[PATH_SIZE], command[PATH_SIZE + 16];
     static const struct {
-        const char *groups;
+        const char *groups, *name;
         double limit;
-    } cases[] = {{"0::/job\n", 3e6},
-                 {"0::/job/step\n", 3e6}, // the group above it has a limit
-                 {"0::/other\n", 9e6},
-                 {"0::/other/step\n", 5e6},
-                 {"0::/nothing\n", INFINITY},
-                 {"0::/\n", INFINITY},
-                 {"", INFINITY},
-                 {"5:memory:/job\n", INFINITY},
-                 {"4:cpu:/\n0::/job\n", 3e6}};
+    } cases[] = {{"0::/job\n", "memory.max", 3e6},
+                 {"0::/job/step\n", "memory.max", 3e6}, // the group above it has a limit
+                 {"0::/other\n", "memory.max", 9e6},
+                 {"0::/other/step\n", "memory.max", 5e6},
+                 {"0::/nothing\n", "memory.max", INFINITY},
+                 {"0::/\n", "memory.max", INFINITY},
+                 {"", "memory.max", INFINITY},
+                 {"5:memory:/job\n", "memory.max", INFINITY},
+                 {"4:cpu:/\n0::/job\n", "memory.max", 3e6},
+                 {"0::/job\n", "cpu.max", 1.5},
+                 {"0::/job/step\n", "cpu.max", 1.5},
+                 {"0::/other\n", "cpu.max", INFINITY}};
     temporary_name(folder);
     if (!mkdtemp(folder))
         fail("cannot create %s", folder);
     write_text(folder, "job/memory.max", "3000000\n");
+    write_text(folder, "job/cpu.max", "150000 100000\n");
+    write_text(folder, "job/step/cpu.max", "max 100000\n");
     write_text(folder, "job/step/memory.max", "max\n");
     write_text(folder, "other/memory.max", "9000000\n");
     write_text(folder, "other/step/memory.max", "5000000\n");
     join_path(table, folder, "table");
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         write_text(folder, "table", cases[i].groups);
-        double found = cgroup_limit(table, folder);
+        double found = cgroup_limit(table, folder, cases[i].name);
         if (found != cases[i].limit)
-            fail("\"%s\": expected %g, found %g", cases[i].groups, cases[i].limit, found);
+            fail("\"%s\", %s: expected %g, found %g", cases[i].groups, cases[i].name,
+                 cases[i].limit, found);
     }
     snprintf(command, sizeof command, "rm -r '%s'", folder);
     if (system(command) != 0)
         fail("%s", command);
-    verdict("the limit of memory that cgroups set");
+    verdict("the limits that cgroups set");
 }
 
 static void *measure_stack(void *bytes) {
@@ -89,5 +95,5 @@ static void test_stack(void) {
 static void test_helpers(void) {
     test_philox();
     test_stack();
-    test_memory_limits();
+    test_limits();
 }
