@@ -82,7 +82,8 @@ json.dump(run, open(os.path.join(given["--out"], "run.json"), "w"))
 with open(os.path.join(given["--out"], "epochs.csv"), "w") as f:
     print("epoch,images,seconds,img_per_s,loader_wait_s,train_loss,test_seconds,test_loss,accuracy,lr,weight_hash", file=f)
     for e in range(1, epochs + 1):
-        print(e, images, (10 if e == 1 else 1 + .01 * seed) / 2 ** level, 0, 0, 1, 0, 1, 80 + seed, 1, 0, sep=",", file=f)
+        seconds = (10 if e == 1 else 1 + .01 * seed) / 2 ** level
+        print(e, images, seconds, round(images / seconds), 0, 1, 0, 1, 80 + seed, 1, 0, sep=",", file=f)
 END
     chmod +x cnn
     ln -sf cnn cnn-emu
