@@ -1555,8 +1555,8 @@ static void find_line(char line[PATH_SIZE], const char *path, const char *prefix
 // states a CPU time and the period in which the group may use it, whose quotient is in cores.
 static double read_limit(const char *path) {
     char line[PATH_SIZE];
-    double limit = INFINITY,
-           period = 1; // sscanf() leaves limit so if the line is "max", or missing
+    double limit = INFINITY; // sscanf() leaves it so if the line is "max", or missing
+    double period = 1;       // and this one if there is no second number
     find_line(line, path, "");
     sscanf(line, "%lf %lf", &limit, &period);
     return limit / period;
