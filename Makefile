@@ -36,9 +36,9 @@ ifdef HIP
 HAVE_HIP := $(shell command -v $(firstword $(HIPCC)) 2>/dev/null)
 else ifndef NO_CUDA
 NVCC := $(shell command -v nvcc 2>/dev/null || command -v $(CUDA)/bin/nvcc 2>/dev/null)
-# Does it accept the C++ compiler, which may be too new for it?
-ACCEPTS := $(and $(NVCC),$(shell $(NVCC) -x cu -E - </dev/null >/dev/null 2>&1 && echo yes))
-HAVE_CUDA := $(and $(ACCEPTS),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint main(void) { int n; \
+# It does not if the C++ compiler is too new for it.
+NVCC_WORKS := $(and $(NVCC),$(shell $(NVCC) -x cu -E - </dev/null >/dev/null 2>&1 && echo yes))
+HAVE_CUDA := $(and $(NVCC_WORKS),$(call probe,$(HASH)include <cuda_runtime_api.h>\nint main(void) { int n; \
 	return cudaGetDeviceCount(&n) == 0; },-I$(dir $(NVCC))../include -L$(dir $(NVCC))../lib64 \
 	-lcudart_static -lpthread -ldl -lrt))
 endif
@@ -103,7 +103,7 @@ help:
 
 doctor:
 	@CC='$(CC)' OMP='$(OMP)' NVCC='$(NVCC)' HAVE_CUDA='$(HAVE_CUDA)' HAVE_MPI='$(HAVE_MPI)' \
-		HAVE_NCCL='$(HAVE_NCCL)' ACCEPTS='$(ACCEPTS)' slurm/doctor.sh
+		HAVE_NCCL='$(HAVE_NCCL)' NVCC_WORKS='$(NVCC_WORKS)' slurm/doctor.sh
 
 SOURCE = cnn.c $(wildcard cnn_kernels.c) # cnn.c includes the second one if it exists
 

@@ -583,10 +583,9 @@ static void add_backward(Work w) {
      running_mean = (1 - momentum) * running_mean + momentum * mean
      running_variance = (1 - momentum) * running_variance + momentum * variance * m / (m - 1)
    For m = 1, where PyTorch refuses to train, m - 1 is taken as 1. Evaluation uses the running
-   statistics instead of the batch's. Sums are computed in double
-   precision. A thread sums a block of adjacent channels, pixel by pixel. The backward pass takes
-   mean and 1 / sqrt(variance + eps) from stats, where the forward pass of the same batch has stored
-   them. */
+   statistics instead of the batch's. Sums are computed in double precision. A thread sums a block
+   of adjacent channels, pixel by pixel. The backward pass takes mean and 1 / sqrt(variance + eps)
+   from stats, where the forward pass of the same batch has stored them. */
 
 enum { BN_BLOCK = 16 };
 static const double bn_eps = 1e-5, bn_momentum = 0.1;
@@ -1458,7 +1457,7 @@ static void resolve_path(char resolved[PATH_SIZE], const char *path) {
         return;
     char folder[PATH_SIZE], absolute[PATH_SIZE];
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
-    snprintf(folder, sizeof folder, "%.*s.", (int)(name - path), path);
+    snprintf(folder, sizeof folder, "%.*s.", (int)(name - path), path); // ends in "/.", or is "."
     if (realpath(folder, absolute))
         join_path(resolved, absolute, name);
     else
@@ -2236,10 +2235,10 @@ static void require_kernels(const Net *net, const Kernels *k, const char *table,
             kinds[kind].name, missing, table);
 }
 
-// Dies if the kernels cannot compute the kind of a row. On a CPU, naive_kernels must always have
-// the kind, since the fast kernels call the definitions. Also dies if a row reads a log_softmax,
-// whose output stays 32-bit and whose backward pass does not add to another row's gradient, or if
-// no row reads the row, whose gradient nothing would write.
+// Dies if the kernels cannot compute the kind of row i. On a CPU, naive_kernels must always have
+// the kind, since the fast kernels call the definitions. Also dies if the row reads a log_softmax,
+// whose output stays 32-bit and whose backward pass does not add to another row's gradient; and if
+// no later row reads this one, since nothing would write its gradient.
 static void check_row(const Net *net, size_t i) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -6517,7 +6516,8 @@ static void remove_results(const Run *run) {
         remove_result(run, "model.safetensors");
 }
 
-// trains: whether the run goes on with the current epoch, and then writes its row of epochs.csv.
+// Opens steps.csv and epochs.csv. `trains` says whether the run continues the current epoch; it
+// then writes that epoch's row of epochs.csv again.
 static void open_logs(Run *run, bool trains) {
     remove_results(run);
     // keeps_row() compares the second column with steps_kept. In epochs.csv that column is the

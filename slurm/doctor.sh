@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Shows what this machine provides for cnn.c, and how to get what is missing.
-# `make doctor` calls it with what the Makefile found: CC, OMP, NVCC, ACCEPTS, HAVE_CUDA, HAVE_MPI, HAVE_NCCL.
+# `make doctor` calls it with what the Makefile found: CC, OMP, NVCC, NVCC_WORKS, HAVE_CUDA, HAVE_MPI, HAVE_NCCL.
 # Exit status 1 only where ./cnn cannot be built.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -62,7 +62,7 @@ binary() {
 cuda() {
     if [ -n "${HAVE_CUDA:-}" ]; then
         ok nvcc "$(version "$NVCC" --version | sed 's/.*\(release\)/\1/')"
-    elif [ -n "${NVCC:-}" ] && [ -z "${ACCEPTS:-}" ]; then
+    elif [ -n "${NVCC:-}" ] && [ -z "${NVCC_WORKS:-}" ]; then
         missing nvcc "$NVCC does not accept this g++: load an older gcc, or export NVCC_CCBIN=g++-13"
     elif [ -n "${NVCC:-}" ]; then
         missing nvcc "$NVCC found, but its library cudart_static is missing or does not link"

@@ -116,7 +116,7 @@ python() {
     same "$name" "" "$said"
 }
 
-# trace_is_good NAME FILE EVENTS: strict JSON; events of a track nest, and those of a device lie within a
+# trace_is_good NAME FILE EVENTS: strict JSON; events of a track nest, and a device's events lie within a
 # step of their rank. EVENTS, RANK:TRACK or RANK:TRACK:EVENT with commas between them, are there.
 trace_is_good() {
     python "$1" "$2" "$3" <<'END'

@@ -150,7 +150,8 @@ def grade(course, student, path):
 def take(course, result, path, folder):
     """The copy of the submission, which the sandbox may read."""
     given = course.new(folder, "given")
-    path = os.path.isdir(path) and intake.archive_in(path) or path
+    if os.path.isdir(path):
+        path = intake.archive_in(path) or path
     if os.path.isdir(path):
         left_out = intake.copy_folder(path, given)
     else:
@@ -409,6 +410,6 @@ def order_of(times):
 
 
 def scaled(a, b):
-    """Whether each time of b is that of a times the same factor, but for rounding."""
+    """Whether each time of b is the time in a multiplied by the same factor, but for rounding."""
     factor = sum(b) / max(sum(a), 1e-9)
     return all(abs(y - factor * x) <= 1e-3 * y + 2e-6 * (1 + factor) for x, y in zip(a, b))

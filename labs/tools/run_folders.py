@@ -466,7 +466,7 @@ def facts(run):
 
 def differences(a, b, free):
     """What differs between two runs: (name, value in a, value in b), without the settings in `free`, which may
-    also contain "flags", those of the compiler."""
+    also contain "flags", the compiler's options."""
     left, right = facts(a), facts(b)
     free = {k if k == "flags" else f"--{k}" for k in free}
     if a.kind != b.kind:

@@ -249,8 +249,8 @@ def check_limits(where, count, limited):
 
 
 def check_layers(run):
-    """percent_of_peak counts the operations that are executed. Forward alone is known only by those of the
-    definition, of which Winograd's algorithm needs fewer."""
+    """percent_of_peak counts the operations that are executed. For forward alone only the definition's
+    operations are known, of which Winograd's algorithm needs fewer."""
     if not os.path.exists(path(run, "layers.csv")):
         return
     images = min(run.batch, math.ceil(run.epochs[0]["images"] / run.world))

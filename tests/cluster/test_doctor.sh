@@ -77,7 +77,7 @@ for compiler in cc-4 no-such-compiler; do
 done
 doctor NVCC=nvcc
 line nvcc/refuses '^missing +nvcc +nvcc does not accept this g\+\+: '
-doctor NVCC=nvcc ACCEPTS=yes
+doctor NVCC=nvcc NVCC_WORKS=yes
 line nvcc/no_library '^missing +nvcc +nvcc found, but its library'
 env -u CC slurm/doctor.sh >"$out" 2>&1 </dev/null # by way of make
 same make "0 compiler" "$? $(rows ok | grep -o compiler)"

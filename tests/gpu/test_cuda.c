@@ -1174,9 +1174,7 @@ static void run_timed(const Kernels *k, const Task *t) {
     k->device->mark(1);
 }
 
-// The default is the tile with which the busiest of the emulated H100's 132 multiprocessors has the
-// least to do. The emulator's clock shows which one ran: it counts the threads of all blocks.
-// The operations that --layers counts: those of the definition, forward and of each gradient
+// The operations that --layers counts: as many as in the definition, forward and of each gradient
 static void test_flops(const Kernels *k) {
     const Layer *l = first_layer((Shape){9, 7, 3});
     conv2d_bias(&net, 0, 5, 3, 2, 1, true);
@@ -1191,6 +1189,8 @@ static void test_flops(const Kernels *k) {
     verdict("operations, %s kernels, %s", NAME_OF(k), PRECISION_OF(k));
 }
 
+// The default is the tile with which the busiest of the emulated H100's 132 multiprocessors has the
+// least to do. The emulator's clock shows which one ran: it counts the threads of all blocks.
 static void test_choice_of_tiles(const Kernels *k) {
     static const struct {
         size_t depth, channels, height, width, threads[2]; // tiled, tensor

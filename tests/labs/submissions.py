@@ -66,7 +66,7 @@ class Run:
         self.predictions = load(f"{folder}/predictions.csv")
 
     def save(self, folder=None):
-        """Writes it; the times of epochs, and the wall time, are made to fit those of the steps."""
+        """Writes it; the times of epochs, and the wall time, are made to fit the times of the steps."""
         folder = folder or self.folder
         for epoch in self.epochs:
             rank0 = [float(s["seconds"]) for s in self.steps if s["epoch"] == epoch["epoch"] and s["rank"] == "0"]
@@ -161,27 +161,26 @@ def chen_report(student):
     link_runs(student)
 
 
+def pack_zip(student, name_of):
+    """In place of the folder; name_of(path in the folder): the name in the archive."""
+    with zipfile.ZipFile(student.folder + ".zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for folder, _, names in os.walk(student.folder):
+            for path in (os.path.join(folder, name) for name in names):
+                archive.write(path, name_of(os.path.relpath(path, student.folder)))
+    shutil.rmtree(student.folder)
+
+
 @good("dora.zip")
 def packed_folder(student):
     student.run()
-    with zipfile.ZipFile(student.folder + ".zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for folder, _, names in os.walk(student.folder):
-            for name in names:
-                inside = os.path.relpath(os.path.join(folder, name), student.folder)
-                archive.write(os.path.join(folder, name), "lab0/" + inside)
-    shutil.rmtree(student.folder)
+    pack_zip(student, lambda path: "lab0/" + path)
 
 
 @good("willy_windows.zip")
 def packed_by_powershell(student):
     """With the separator of Windows, by version 5; a folder that was unpacked and packed again."""
     student.run()
-    with zipfile.ZipFile(student.folder + ".zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for folder, _, names in os.walk(student.folder):
-            for name in names:
-                inside = os.path.relpath(os.path.join(folder, name), student.folder)
-                archive.write(os.path.join(folder, name), "lab0\\lab0\\" + inside.replace("/", "\\"))
-    shutil.rmtree(student.folder)
+    pack_zip(student, lambda path: "lab0\\lab0\\" + path.replace("/", "\\"))
 
 
 @good()
@@ -359,7 +358,7 @@ def speed_that_overflows(student):
 
 
 def fake_losses(student):
-    """A run whose losses are not those of its settings."""
+    """A run whose losses do not follow from its settings."""
     run = student.run()
     for rows, name, digits in (run.steps, "loss", 9), (run.epochs, "train_loss", 4):
         for row in rows:
