@@ -3619,22 +3619,23 @@ static bool has_dataset(const char *dir, const char *name) {
     return data_path(path, dir, find_dataset_info(name)->files[0][0]);
 }
 
-// With --data DIR: sets dir to DIR/NAME or, if the files are not there, to DIR. Returns whether dir
-// has them.
-static bool find_in_data_option(char dir[PATH_SIZE], const char *name, const char *data_option) {
-    join_path(dir, data_option, name);
-    if (!has_dataset(dir, name))
-        snprintf(dir, PATH_SIZE, "%s", data_option);
+// With --data DIR: sets dir to DIR/NAME or, if the files are not there and --dataset names the set,
+// to DIR. (The files of MNIST and Fashion-MNIST have the same names.) Returns whether dir has them.
+static bool find_in_data_option(char dir[PATH_SIZE], const char *name, const Settings *s) {
+    const bool is_named = strcmp(s->dataset, name) == 0;
+    join_path(dir, s->data, name);
+    if (is_named && !has_dataset(dir, name))
+        snprintf(dir, PATH_SIZE, "%s", s->data);
     return has_dataset(dir, name);
 }
 
 /* Sets dir to the folder of a data set's files: with --data DIR, DIR/NAME or DIR; otherwise NAME in
    ./data, in the folder data beside the executable, or in /usr/share/datasets. Returns false if
    none of them has the files. */
-static bool find_data_dir(char dir[PATH_SIZE], const char *name, const char *data_option) {
+static bool find_data_dir(char dir[PATH_SIZE], const char *name, const Settings *s) {
     char beside[PATH_SIZE];
-    if (*data_option)
-        return find_in_data_option(dir, name, data_option);
+    if (*s->data)
+        return find_in_data_option(dir, name, s);
     path_beside_program(beside, "data");
     const char *const roots[] = {"data", beside, "/usr/share/datasets"};
     for (size_t i = 0; i < LENGTH(roots); i++) {
@@ -5365,7 +5366,7 @@ static const Option options[] = {
      "auto", MUST_MATCH,
      "the images; auto: the first data set that is found, else synthetic images"},
     {"--data", AS_TEXT(data, "DIR"), "", MAY_CHANGE,
-     "look for the data files in DIR and DIR/DATASET only"},
+     "look for the data files in DIR/DATASET only and, if --dataset names the set, in DIR"},
     {"--limit-train", AS_COUNT(limit_train, "N", 1, UINT32_MAX), NULL, MUST_MATCH,
      "train on the first N images only (default: all)"},
     {"--limit-test", AS_COUNT(limit_test, "N", 1, UINT32_MAX), NULL, MAY_CHANGE,
@@ -5572,21 +5573,20 @@ static const Option *find_option(const char *word) {
 static size_t parse_option(Settings *s, const char *word, const char *next) {
     const Option *o = find_option(word);
     const char *equals = strchr(word, '=');
+    const char *value = equals ? equals + 1 : next;
+    const bool is_choice = value && find_word(o->values, value) != NOT_CHOSEN;
     char words[PATH_SIZE];
-    if (equals) {
-        set_option(s, o, equals + 1);
-        return 1;
-    }
-    const bool next_is_value = next && find_word(o->values, next) != NOT_CHOSEN;
-    if (o->kind == SWITCH && !next_is_value) {
+    if (o->kind == SWITCH && !equals && !is_choice) {
         set_option(s, o, "on");
         return 1;
     }
-    if (!next)
-        die(EXIT_USAGE, "%s: expected a value (%s) after it, found nothing; see ./cnn --help",
-            o->name, join_words(words, o->values));
-    set_option(s, o, next);
-    return 2;
+    const bool is_empty = !value || !*value;
+    const bool is_next_option = !equals && next && strncmp(next, "--", 2) == 0;
+    if (is_empty || is_next_option)
+        die(EXIT_USAGE, "%s: expected a value (%s) after it, found %s; see ./cnn --help", o->name,
+            join_words(words, o->values), is_empty ? "nothing" : value);
+    set_option(s, o, value);
+    return equals ? 1 : 2;
 }
 
 enum { TEXT_SIZE = 65536 };
@@ -6228,14 +6228,16 @@ static const char *format_duration(double seconds, char text[32]) {
 }
 
 // Prints the lines of Slurm's seff, for this process. As in seff, 1 GB is 2^30 bytes.
-static void print_resources(double start, int status) {
-    const Resources r = resources_since(start);
+static void print_resources(const Run *run, int status) {
+    const Resources r = resources_since(run->recorder.run_start);
+    const bool of_all = run->comm.replicas == run->comm.world; // no other process has ranks
     const size_t slurm = environment_number("SLURM_CPUS_PER_TASK");
     const size_t cores = slurm ? slurm : usable_cores();
     const double limit = memory_limit(), core_s = r.wall_s * (double)cores;
     const char *state = status ? "STOPPED" : "COMPLETED";
     char text[32];
-    printf("RESOURCES\nState: %s (exit code %d)\nCores: %zu\n", state, status, cores);
+    printf("RESOURCES%s\n", of_all ? "" : " of the process of rank 0");
+    printf("State: %s (exit code %d)\nCores: %zu\n", state, status, cores);
     printf("CPU Utilized: %s\n", format_duration(r.cpu_s, text));
     printf("CPU Efficiency: %.2f%% of %s core-walltime\n", 100 * r.cpu_s / core_s,
            format_duration(core_s, text));
@@ -7395,7 +7397,7 @@ static void check_contradictions(const Settings *s) {
          "--save-every: expected --checkpoint FILE too", "--checkpoint"},
         {s->eval && has_checkpoint && !reads_weights,
          "--eval: expected --resume or --load too, to read weights", "--load"},
-        {s->gpus > 1 && s->replicas > 1, "--gpus: expected no --replicas, which are for the CPU",
+        {s->gpus > 0 && s->replicas > 1, "--gpus: expected no --replicas, which are for the CPU",
          "--replicas"}};
     char text[OPTION_TEXT_SIZE];
     for (size_t i = 0; i < LENGTH(rules); i++)
@@ -7730,16 +7732,16 @@ static void load_dataset(Run *run, const char *name, const char *dir) {
     printf("Train set size: %zu\nTest set size: %zu\n", run->train_set.count, run->test_set.count);
 }
 
-// Loads a data set if its files are found; returns whether they are. "synthetic" needs no files.
+// Loads a data set if its files are found; returns whether they are. "synthetic" needs no files,
+// but does not stand in for those of --data DIR.
 static bool try_dataset(Run *run, const char *name) {
+    const Settings *s = &run->settings;
+    const bool generated = strcmp(name, "synthetic") == 0;
+    const bool may_generate = !*s->data || strcmp(s->dataset, name) == 0;
     char dir[PATH_SIZE] = "";
-    if (strcmp(name, "synthetic") == 0) {
-        load_dataset(run, name, NULL);
-        return true;
-    }
-    const bool found = find_data_dir(dir, name, run->settings.data);
+    const bool found = generated ? may_generate : find_data_dir(dir, name, s);
     if (found)
-        load_dataset(run, name, dir);
+        load_dataset(run, name, generated ? NULL : dir);
     return found;
 }
 
@@ -7759,7 +7761,8 @@ static void setup_data(Run *run) {
         name = strtok_r(NULL, " ", &rest);
     }
     if (*s->data)
-        snprintf(where, sizeof where, "the folder --data %s", s->data);
+        snprintf(where, sizeof where, "%s/%s or, with --dataset %s, in %s", s->data, names, names,
+                 s->data);
     die(1,
         "%s: expected %s (or .gz), found none in %s; run: data/get_data.sh %s, or use "
         "--dataset synthetic",
@@ -8477,7 +8480,7 @@ static void write_results(Run *run, int status) {
     write_trace(run);
     if (s->layers && finished)
         measure_layers(run);
-    print_resources(run->recorder.run_start, status);
+    print_resources(run, status);
     flush(run->recorder.results, "standard output");
     write_run_json(run);
 }

@@ -332,6 +332,7 @@ test_signal() {
     fi
     # what mpirun says counts, also in a job whose own step has another size
     SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 with mpi 3 "${small[@]}" --checkpoint "$tmp/straight"
+    line mpi/resources '^RESOURCES of the process of rank 0$'
     same signal/straight "0, " "$status, $(cat "$err")"
     rm -rf "$tmp/run" "$tmp/signalled"
     nice -n 19 mpirun -n 3 "$cnn" --no-cuda --threads 1 --out "$tmp/run" "${small[@]}" --log-interval 7 \

@@ -142,6 +142,9 @@ test_options() {
     usage part_of_choice --optimizer "${tiny[@]}" --optimizer ada
     usage two_choices --optimizer "${tiny[@]}" --optimizer 'adadelta|sgd'
     usage no_value --epochs "${tiny[@]}" --epochs
+    usage empty_text "--load: expected a value (FILE) after it, found nothing" "${tiny[@]}" --load ""
+    usage option_as_value "--out: expected a value (DIR) after it, found --profile" "${tiny[@]}" --out --profile
+    usage gpu_and_replicas "--gpus: expected no --replicas" "${tiny[@]}" --gpus 1 --replicas 2
     usage equals_switch --profile "${tiny[@]}" --profile=maybe
 
     run "${tiny[@]}" --batch-size=32 --log-interval=1 --profile=off --dry-run off

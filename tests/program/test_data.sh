@@ -434,30 +434,36 @@ test_shapes() {
 # ---- --dataset auto
 
 test_auto() {
-    local name expected=synthetic
+    local name folder first expected=synthetic
     for name in fashion-mnist mnist; do
         if compgen -G "/usr/share/datasets/$name/$train_images*" >/dev/null; then expected=$name; fi
     done
     mkdir "$tmp/empty" && cp "$cnn" "$tmp/empty/cnn"
     (cd "$tmp/empty" && ./cnn --limit-train 64 --limit-test 20 --epochs 1) >"$out" 2>"$err"
     line auto/data "^Data: $expected "
-    run --data "$tmp/empty" --limit-train 64 --limit-test 20 --epochs 1
-    line auto/data_option '^Data: synthetic '
 
-    make_cifar cifar10
+    # --data DIR with all sets of DIR/DATASET, with one of them, with none, and with files of an unnamed set
     local tiny=(--limit-train 2 --limit-test 2 --eval)
-    for name in resnet8:cifar10 cifar:cifar10 mnist:synthetic; do
-        run --model "${name%:*}" --data "$tmp/cifar" "${tiny[@]}"
-        line "auto/${name%:*}_finds_cifar10" "^Data: ${name#*:} "
+    mkdir "$tmp/sets" && make_cifar cifar10 && cp -r "$tmp/cifar" "$tmp/sets/cifar10"
+    for name in resnet8 cifar; do
+        run --model $name --data "$tmp/sets" "${tiny[@]}"
+        line auto/${name}_finds_cifar10 '^Data: cifar10 '
     done
-    cifar_file train.bin 50000
-    cifar_file test.bin 10000
+    make_cifar cifar100 && cp -r "$tmp/cifar" "$tmp/sets/cifar100"
     for name in resnet8:cifar100 cifar:cifar10; do
-        run --model "${name%:*}" --data "$tmp/cifar" "${tiny[@]}"
+        run --model "${name%:*}" --data "$tmp/sets" "${tiny[@]}"
         line "auto/${name%:*}_finds_both" "^Data: ${name#*:} "
     done
-    run --model resnet8 --data "$tmp/empty" "${tiny[@]}"
-    line auto/resnet8_finds_nothing '^Data: synthetic '
+    while read -r name folder first; do
+        refused "auto/${name}_in_$folder" 1 "/$first or, with --dataset $first, in $tmp/$folder; run:" \
+            --model "$name" --data "$tmp/$folder" "${tiny[@]}"
+    done <<END
+mnist sets mnist
+resnet8 empty cifar100
+resnet8 cifar cifar100
+END
+    run --dataset synthetic --data "$tmp/empty" "${tiny[@]}"
+    line auto/synthetic_by_name '^Data: synthetic '
 }
 
 test_idx

@@ -638,7 +638,7 @@ static void load_absent(void) {
 
 static void test_absent_data(void) {
     const char *expected = "cnn: error: mnist: expected train-images-idx3-ubyte (or .gz), found "
-                           "none in the folder --data /nonexistent";
+                           "none in /nonexistent/mnist or, with --dataset mnist, in /nonexistent";
     const Ending e = call_in_child(load_absent);
     if (!WIFEXITED(e.status) || WEXITSTATUS(e.status) != 1 || !strstr(e.text, expected))
         fail("status %x, expected exit status 1 and %s, found %s", (unsigned)e.status, expected,
