@@ -82,7 +82,7 @@ download() { # URL PART MD5
              why="sent a file with a wrong checksum"; rm -f -- "$2" ;;
         33/* | */416) why="refused to resume"; rm -f -- "$2" ;;
         22/* | wget8/*) why="refused (HTTP ${code:-error})" ;;
-        23/* | wget3/*) why="could not be saved: is the disk full?" ;;
+        23/* | wget3/*) why="could not be saved: is the disk or the quota full?" ;;
         */2*) why="was interrupted (run the same command again to continue)" ;;
         wget*) why="could not be reached, or was interrupted" ;;
         *) why="could not be reached" ;;
@@ -127,7 +127,8 @@ unpack() { # SET TAR
         for file in "$root/$1"/*.bin; do echo "$(md5_of "$file") ${file##*/}"; done >"$tmp/md5"
         mv -- "$tmp/md5" "$tar.md5" && rm -rf -- "$tmp" "$tar"
     else
-        trouble=" $tar could not be unpacked;"
+        rm -rf -- "$tmp" # its space may be what is missing
+        trouble=" $tar could not be unpacked: is the disk or the quota full?"
         return 1
     fi
 }
@@ -144,7 +145,11 @@ unpacked() { # SET TAR
 get_set() { # SET
     local file md5 bytes missing='' trouble='' why='' fashion='' sudo=''
     in_system "$1" && return
-    mkdir -p -- "$root/$1" || return 1
+    if ! mkdir -p -- "$root/$1" 2>/dev/null || [ ! -w "$root/$1" ]; then
+        echo "error $1: cannot write to $root/$1; CNN_DATA_DIR=DIR data/get_data.sh $1 uses another folder," \
+            "where './cnn --data DIR' looks" >&2
+        return 1
+    fi
     while IFS='|' read -r _ file md5 bytes <&3; do
         case $file in
             *.tar.gz) unpacked "$1" "$file" || { fetch "$1" "$file" "$md5" "$bytes" && unpack "$1" "$file"; } ;;

@@ -5,7 +5,7 @@ program=${CNN:-./cnn}
 
 # trains_on_gpu OPTIONS...: whether the job has a GPU and the options want one
 trains_on_gpu() {
-    [ -n "${SLURM_GPUS_ON_NODE:-}" ] && [[ ! " $* " =~ " "--(no-cuda|emulate)" " ]]
+    [ -n "${SLURM_GPUS_ON_NODE:-}" ] && [[ ! " $* " =~ " "--(no-cuda|no-accel|emulate)(=on)?" " ]]
 }
 
 # missing OPTIONS...: what ./cnn lacks for this job, if anything

@@ -388,7 +388,7 @@ requeued() {
     scancel --batch --signal=USR1 "$job"
     holds "requeue/$1/signalled" "the signal" "none" until_true test -e "$folder/signalled"
     signal_program CONT "$folder"
-    until_true test ! -e "$folder/signalled" # it has saved
+    until_true test "$folder/checkpoint.safetensors" -nt "$folder/signalled" # it has saved
     signal_program STOP "$folder"
     holds "requeue/$1/restarted" "queued again" "$(tail -n 5 "$2-$job.out")" until_true restarted
     signal_program CONT "$folder"

@@ -128,6 +128,9 @@ test_existing() {
     ln -s "$tmp/elsewhere" "$data/one/a.gz.part"
     get "$1" one
     same link "0 whole 7000" "$status $(left) $(stat -c %s "$tmp/elsewhere")"
+    rm -rf "$data" && mkdir "$data" && touch "$data/one"
+    get "$1" one
+    same no_folder "1 1" "$status $(grep -c "^error one: cannot write to $data/one; CNN_DATA_DIR=DIR" "$out")"
     rm -rf "$data" && mkdir -p "$data/one/a.gz.part"
     get "$1" one
     same folder_part "1 1" "$status $(grep -c "a.gz.part is a folder, remove it" "$out")"
@@ -205,4 +208,9 @@ stand_in md5 "[ \"\$1\" = -q ] && $(command -v md5sum) | cut -c 1-32" # macOS's
 rm -rf "$data" && mkdir -p "$data"
 get "http://127.0.0.1:$port/ok" one
 same md5 "0 whole" "$status $(left)"
+stand_in tar 'touch "$4/half" && exit 1' # on a full disk
+rm -rf "$data"
+get "http://127.0.0.1:$port/ok" cifar10
+same no_space "1 1 cifar10/c.tar.gz" "$status $(grep -c 'c.tar.gz could not be unpacked: is the disk or the quota full' \
+    "$out") $(left | xargs)"
 exit 0
