@@ -106,20 +106,6 @@ other_shapes --workers 1 --threads 1 --augment elastic
 END
 }
 
-test_kernels() {
-    local kind
-    for kind in naive fast; do
-        run --dataset synthetic --limit-train 128 --limit-test 20 --epochs 1 --log-interval 1 \
-            --kernels "$kind"
-        figures | grep '^Train' | sed 's/.*Loss: //' >"$tmp/$kind"
-    done
-    same kernels/lines 2 "$(wc -l <"$tmp/naive")"
-    # shellcheck disable=SC2016 # awk's own $
-    holds kernels/naive_equals_fast "losses within 1e-3" "$(paste "$tmp/naive" "$tmp/fast")" \
-        awk '{ d = $1 - $2; if (NF != 2 || d > 1e-3 || d < -1e-3) exit 1 }' \
-        <(paste "$tmp/naive" "$tmp/fast")
-}
-
 # ---- Options
 
 # usage NAME WORD OPTIONS...
@@ -719,7 +705,6 @@ test_good_run
 test_dry_run
 test_test_batch
 test_determinism
-test_kernels
 test_options
 test_usage
 test_defaults
