@@ -32,7 +32,7 @@ import sys
 
 sys.dont_write_bytecode = True  # no __pycache__ in the source tree
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../bench"))
-from bench_pytorch import BasicBlock, Bottleneck, MnistNet, set_threads
+from bench_pytorch import BasicBlock, Bottleneck, CifarNet, MnistNet, set_threads
 
 import numpy as np
 import torch
@@ -84,24 +84,6 @@ def check_philox():
 # ---- Networks -----------------------------------------------------------------------------------
 
 
-class CifarNet(nn.Module):
-    """The network of PyTorch's CIFAR-10 tutorial, under its parameter names."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 6, 5)
-        self.conv2 = nn.Conv2d(6, 16, 5)
-        self.fc1 = nn.Linear(400, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, CLASSES)
-
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        x = F.relu(self.fc1(torch.flatten(x, 1)))
-        return F.log_softmax(self.fc3(F.relu(self.fc2(x))), dim=1)
-
-
 class SmallResNet(nn.Module):
     """A ResNet for small images: 3x3 stem, no max-pool; torchvision's blocks, parameter names."""
 
@@ -136,6 +118,10 @@ def mnist():
     return net
 
 
+def cifar():
+    return CifarNet(6)
+
+
 def bottleneck():
     layer1 = [projected(Bottleneck, 8, 8, 1)]
     layer2 = [projected(Bottleneck, 32, 16, 2), Bottleneck(64, 16)]
@@ -155,7 +141,7 @@ def parameter_count(net):
 
 NETS = {  # name: network, batch, shape of an image as height, width, channels
     "mnist": (mnist, 4, (28, 28, 1)),
-    "cifar": (CifarNet, 4, (32, 32, 3)),
+    "cifar": (cifar, 4, (32, 32, 3)),
     "bottleneck": (bottleneck, 6, (12, 12, 3)),
     "resnet8": (resnet8, 6, (16, 16, 3)),
 }

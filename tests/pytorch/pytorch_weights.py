@@ -29,7 +29,7 @@ except (ImportError, OSError) as error:  # OSError: a shared library of it does 
     print(f"skip pytorch_weights: {sys.executable} lacks PyTorch or torchvision: {error}")
     sys.exit()
 from live_pytorch import read_safetensors, write_safetensors
-from make_golden import CifarNet, mnist, resnet8
+from make_golden import cifar, mnist, resnet8
 
 CNN = os.path.realpath(os.environ.get("CNN", os.path.join(os.path.dirname(__file__), "../../cnn")))
 TRAIN, BATCH = 24, 8  # images
@@ -47,7 +47,7 @@ CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 CIFAR100 = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 NETS = {  # --model and other options: network, dataset, images to test, (mean, standard deviation) of a pixel
     "mnist": (mnist, "mnist", 200, ((0.1307,), (0.3081,))),
-    "cifar": (CifarNet, "cifar10", 200, ((0.5,) * 3, (0.5,) * 3)),
+    "cifar": (cifar, "cifar10", 200, ((0.5,) * 3, (0.5,) * 3)),
     "resnet8": (resnet8, "cifar10", 200, CIFAR10),
     "resnet8 --resize 96": (resnet8, "cifar10", 40, CIFAR10),
     "resnet18": (resnet18_cifar, "cifar100", 40, CIFAR100),
