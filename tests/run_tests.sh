@@ -25,7 +25,6 @@ labs/test_grade.sh          tests/labs/test_grade.sh
 gpu/test_cuda.sh            tests/gpu/test_cuda.sh
 cluster/test_parallel.sh    tests/cluster/test_parallel.sh
 labs/test_study.sh          tests/labs/test_study.sh
-source/test_mutate.sh       tests/source/test_mutate.sh
 gpu/gpu_check.sh            tests/gpu/gpu_check.sh --emulated
 labs/test_ablation.sh       tests/labs/test_ablation.sh
 source/test_static.sh       tests/source/test_static.sh
