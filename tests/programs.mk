@@ -17,10 +17,6 @@ build/parity_float build/parity_double: build/parity_%: tests/pytorch/parity.c $
 build/cnn-cpu: $(SOURCE) build/settings build/test_settings
 	$(BUILD) $(if $(QUICK),-O1) $(DEFINES) cnn.c -o $@ $(LIBS)
 
-# For any x86 CPU of the last ten years, so that valgrind can run it and counts are comparable between machines.
-build/bench-v3: tests/bench/bench.c $(SOURCE) build/settings
-	$(BUILD) -march=x86-64-v3 -Wno-unused-function tests/bench/bench.c -o $@ $(LIBS)
-
 # The tests and timings of the GPU code: on a GPU, and with the prefix emu_ in the emulator.
 GPU_PROGRAMS = test_cuda bench_gpu
 $(GPU_PROGRAMS:%=build/%.o): build/%.o: tests/gpu/%.c tests/check.h $(SOURCE) build/settings build/test_settings
@@ -102,7 +98,7 @@ TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test
 	$(if $(call parts_of,labs),$(if $(shell command -v $(CXX) 2>/dev/null),build/emu_see_kernels) \
 		$(if $(QUICK),,$(if $(HAVE_PTX),build/ptx/see_kernels))) \
 	$(if $(and $(call all_parts_of,pytorch),$(HAVE_TORCH)),build/parity_float build/parity_double) \
-	$(if $(QUICK),,$(if $(filter x86_64,$(shell uname -m)),build/bench-v3)) # quick: not needed
+	$(if $(QUICK),,build/bench) # quick: not needed
 .PHONY: test-programs
 test-programs:
 	@$(MAKE) --no-print-directory -j $(shell nproc) $(TEST_PROGRAMS)

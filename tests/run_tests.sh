@@ -94,13 +94,14 @@ repeat_command() {
 
 count() { cat "${@:2}" | grep -ac "^$1 "; }
 
-# quickly_today PART: the two longest parts run in full on every second day, by turns, and quickly on the other.
+# quickly_today PART: of the longest parts, each runs in full on every third day, by turns, and quickly on the others.
 quickly_today() {
     local day=$((10#${ROTATION:-$(date +%j)}))
     [ -z "${LONG:-}" ] || return
     case $1 in
-    program/test_readme.sh) [ $((day % 2)) -eq 1 ] ;;
-    gpu/test_cuda.sh) [ $((day % 2)) -eq 0 ] ;;
+    program/test_readme.sh) [ $((day % 3)) -ne 0 ] ;;
+    gpu/test_cuda.sh) [ $((day % 3)) -ne 1 ] ;;
+    cluster/test_parallel.sh | gpu/gpu_check.sh) [ $((day % 3)) -ne 2 ] ;;
     *) false ;;
     esac
 }

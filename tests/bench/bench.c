@@ -2,7 +2,6 @@
    in memory, against the multiply-add peak and the copy bandwidth of the same run. Prints one line
    of key=value; with several threads, rounds with all and with one alternate, with two also rounds
    with one beside a second program. Times vary from run to run, the per cent of the peak less. With
-   --max-steps N it does N steps and prints nothing, for a profiler: test_bench.sh. With
    --layers it prints where the time of the products goes, by layer and pass. */
 #define CNN_NO_MAIN
 #include "../../cnn.c"
@@ -47,8 +46,7 @@ static const Batch *setup_bench(Run *run) {
     return loader_next(&run->train_loader);
 }
 
-// A function of its own, so that Callgrind can count it.
-static __attribute__((noinline)) void train_step(Run *run, const Batch *batch, size_t step) {
+static void train_step(Run *run, const Batch *batch, size_t step) {
     Batch drawn = *batch;
     drawn.key = (RandomKey){run->settings.seed, 1, step * batch->n, 1};
     net_load(&run->net, &drawn, 1e-4);
@@ -210,7 +208,7 @@ int main(int argc, char **argv) {
     static Run run;
     setup_settings(&run, argc, argv);
     Neighbor *neighbor = NULL;
-    if (num_threads == 2 && !run.settings.max_steps && !run.settings.layers)
+    if (num_threads == 2 && !run.settings.layers)
         neighbor = start_neighbor(&run);
     const Batch *batch = setup_bench(&run);
     size_t steps = 0;
@@ -219,10 +217,6 @@ int main(int argc, char **argv) {
         print_layers(&run.net, batch->n);
         return 0;
     }
-    while (steps < run.settings.max_steps)
-        train_step(&run, batch, steps++);
-    if (run.settings.max_steps)
-        return 0;
     struct rusage usage; // before this program's own arrays
     getrusage(RUSAGE_SELF, &usage);
     double speeds[ROUNDS], scaling[ROUNDS], programs[ROUNDS / 3], peaks[ROUNDS];

@@ -35,23 +35,15 @@ else
     skip comma "no locale with a decimal comma; Debian: apt-get install locales-all"
 fi
 
-# build/bench itself, on one thread of a build for x86-64-v3. --layers: the passes of each product. Callgrind prints the
-# instructions of two steps, which depend on the compiler: compare them before and after a change.
-bench=$repo/build/bench-v3
-if ! grep -qs avx2 /proc/cpuinfo || [ ! -x "$bench" ]; then
-    skip layers "build/bench-v3 was not built, or there is no AVX2"
+# build/bench itself. --layers: the passes of each product.
+bench=$repo/build/bench
+if [ ! -x "$bench" ]; then
+    skip itself "build/bench was not built: make test-all does"
     exit 0
 fi
+"$bench" --model mnist --batch-size 2 --threads 1 >"$out"
+line itself ' steps_img_per_s=[\d.]+ times_one_thread=1\.00 .* percent_of_peak=[\d.]+ rss_mb=\d+ '
 "$bench" --model mnist --batch-size 2 --threads 1 --layers >"$out"
 same layers "conv1 forward weights,conv2 forward weights data,fc1 forward weights data,fc2 forward weights data" \
     "$(grep ' forward' "$out" | grep -oE '^[a-z0-9]+|forward|weights|data' | xargs | sed 's/ \(conv2\|fc[12]\)/,\1/g')"
-for net in "mnist 6 2" "cifar 6 4" "cifar 64 2" "resnet8 6 1"; do
-    command -v valgrind >/dev/null || { skip instructions "valgrind is not installed" && break; }
-    read -r model width batch <<<"$net"
-    valgrind --tool=callgrind --callgrind-out-file=/dev/null --collect-atstart=no --toggle-collect="train_step*" \
-        "$bench" --model "$model" --width "$width" --batch-size "$batch" --threads 1 --max-steps 2 >"$out" 2>&1
-    count=$(grep -oP 'Collected : \K[1-9][0-9]*' "$out")
-    echo "instructions of two steps of $model, width $width, batch $batch: $count"
-    holds "instructions/$model-$width" "a count" "$(tail -n 3 "$out")" test "$count"
-done
 exit 0

@@ -145,10 +145,13 @@ END
 test_options() {
     local small=(--model cifar --limit-train 22 --batch-size 4 --save-model) workers way
     train base "${small[@]}"
-    for way in "resident off" "pin-memory off" "optimizer-launch per-tensor"; do
+    for way in "resident off" "optimizer-launch per-tensor"; do
         train "${way// /_}" "${small[@]}" "--${way% *}" "${way#* }"
         equal "${way// /_}" base
     done
+    train pageable "${small[@]}" --resident off --pin-memory off # with resident data nothing is copied
+    line pageable/says_so ' from pageable memory$'
+    equal pageable base
     for workers in 1 3; do
         train "workers_$workers" "${small[@]}" --workers $workers --resident off
         holds "workers_$workers/bits" "the same weights" "others" \

@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 CASES = {
     "mnist": Case(lambda: golden.mnist(), 32, (28, 28, 1), ADADELTA, 166, False),
-    "cifar": Case(golden.cifar, 32, (32, 32, 3), SGD, 0, False),
+    "cifar": Case(lambda: golden.cifar(), 32, (32, 32, 3), SGD, 0, False),
     "resnet8": Case(lambda: golden.resnet8(), 8, (16, 16, 3), SGD_RESNET, 79, True),
     "resnet18": Case(lambda: resnet(BasicBlock, (2, 2, 2, 2)), 8, (16, 16, 3), SGD_RESNET, 54, True),
     "resnet50": Case(lambda: resnet(Bottleneck, (3, 4, 6, 3)), 16, (16, 16, 3), SGD_RESNET, 0, True),
