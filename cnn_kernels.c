@@ -2584,19 +2584,22 @@ static real *bn_sums(Work w, size_t slice) {
 }
 
 // Channel c of the factors in out = in * scale + shift. In training, joins its slices first.
-static void bn_forward_channel(Work w, size_t pixels, size_t c) {
+static void bn_forward_channel(const void *context, size_t c) {
+    const Work w = *(const Work *)context;
     const size_t channels = w.l->in.c;
     const size_t mean_row = is_training(w) ? BATCH_MEAN : RUNNING_MEAN;
     real *scale = bn_sums(w, BN_SLICES), *shift = scale + channels;
     if (is_training(w))
-        bn_join_stats(w.stats, w.scratch, pixels, channels, c);
+        bn_join_stats(w.stats, w.scratch, bn_pixels(w), channels, c);
     const real mean = w.stats[mean_row * channels + c];
     scale[c] = bn_scale(w, c);
     shift[c] = w.bias[c] - mean * scale[c];
 }
 
 // out = in * scale + shift, then the residual and the ReLU that are fused
-static void bn_forward_slice(Work w, Range s) {
+static void bn_forward_slice(const void *context, size_t slice) {
+    const Work w = *(const Work *)context;
+    const Range s = bn_slice(slice, bn_pixels(w));
     const size_t channels = w.l->in.c;
     const real *restrict scale = bn_sums(w, BN_SLICES), *restrict shift = scale + channels;
     const real least = w.fused.relu ? 0 : -(real)INFINITY;
@@ -2627,8 +2630,9 @@ static void bn_slice_products(Work w, real *restrict sums, Range s) {
 }
 
 // Channel c of dweight, of dbias and of the factors in din = a * dout + b * (in - mean) + e
-static void bn_backward_channel(Work w, size_t pixels, size_t c) {
-    const size_t channels = w.l->in.c;
+static void bn_backward_channel(const void *context, size_t c) {
+    const Work w = *(const Work *)context;
+    const size_t channels = w.l->in.c, pixels = bn_pixels(w);
     const real inverse = w.stats[BATCH_INVERSE_STD * channels + c];
     real *a = bn_sums(w, BN_SLICES), *b = a + channels, *e = b + channels;
     double sum = 0, product = 0;
@@ -2643,7 +2647,9 @@ static void bn_backward_channel(Work w, size_t pixels, size_t c) {
     e[c] = -a[c] * w.dbias[c] / (real)pixels;
 }
 
-static void bn_backward_slice(Work w, Range s) {
+static void bn_backward_slice(const void *context, size_t slice) {
+    const Work w = *(const Work *)context;
+    const Range s = bn_slice(slice, bn_pixels(w));
     const size_t channels = w.l->in.c;
     const real *restrict mean = w.stats + BATCH_MEAN * channels;
     const real *restrict a = bn_sums(w, BN_SLICES);
@@ -2661,24 +2667,10 @@ static void bn_ith_stats(const void *context, size_t i) {
     bn_slice_stats(bn_sums(*w, i), w->in, bn_slice(i, bn_pixels(*w)), w->l->in.c);
 }
 
-enum { JOINED_CHANNELS = 16 }; // which a thread joins at a time
-
-static void bn_ith_forward_channels(const void *context, size_t i) {
-    const Work *w = context;
-    const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
-    for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_forward_channel(*w, bn_pixels(*w), c);
-}
-
-static void bn_ith_forward_slice(const void *context, size_t i) {
-    const Work *w = context;
-    bn_forward_slice(*w, bn_slice(i, bn_pixels(*w)));
-}
-
 static void batchnorm2d_forward_fast(Work w) {
     parallel(w.key ? BN_SLICES : 0, bn_ith_stats, &w);
-    parallel(ceil_div(w.l->in.c, JOINED_CHANNELS), bn_ith_forward_channels, &w);
-    parallel(BN_SLICES, bn_ith_forward_slice, &w);
+    parallel(w.l->in.c, bn_forward_channel, &w);
+    parallel(BN_SLICES, bn_forward_slice, &w);
 }
 
 static void bn_ith_products(const void *context, size_t i) {
@@ -2686,23 +2678,11 @@ static void bn_ith_products(const void *context, size_t i) {
     bn_slice_products(*w, bn_sums(*w, i), bn_slice(i, bn_pixels(*w)));
 }
 
-static void bn_ith_backward_channels(const void *context, size_t i) {
-    const Work *w = context;
-    const size_t last = min_size((i + 1) * JOINED_CHANNELS, w->l->in.c);
-    for (size_t c = i * JOINED_CHANNELS; c < last; c++)
-        bn_backward_channel(*w, bn_pixels(*w), c);
-}
-
-static void bn_ith_backward_slice(const void *context, size_t i) {
-    const Work *w = context;
-    bn_backward_slice(*w, bn_slice(i, bn_pixels(*w)));
-}
-
 static void batchnorm2d_backward_fast(Work w) {
     fused_backward(w);
     parallel(BN_SLICES, bn_ith_products, &w);
-    parallel(ceil_div(w.l->in.c, JOINED_CHANNELS), bn_ith_backward_channels, &w);
-    parallel(w.din ? BN_SLICES : 0, bn_ith_backward_slice, &w);
+    parallel(w.l->in.c, bn_backward_channel, &w);
+    parallel(w.din ? BN_SLICES : 0, bn_backward_slice, &w);
 }
 
 // An optimizer, on UPDATE_BLOCK parameters at a time
