@@ -505,21 +505,6 @@ INLINE void dot_tile(const size_t rows, const size_t vectors, const DotTile *t) 
         }
 }
 
-// Load a tile's sums from, and store them to, `rows` rows and `columns` columns of a matrix.
-INLINE void load_tile(const size_t rows, const size_t vectors, vec acc[ROWS][MAX_VECTORS],
-                      const real *from, size_t pitch, const size_t columns) {
-    UNROLLED(i, rows)
-        UNROLLED(j, vectors)
-            acc[i][j] = load(from + i * pitch + j * LANES, remaining(columns, j));
-}
-
-INLINE void store_tile(const size_t rows, const size_t vectors, vec acc[ROWS][MAX_VECTORS],
-                       real *to, size_t pitch, const size_t columns) {
-    UNROLLED(i, rows)
-        UNROLLED(j, vectors)
-            store(to + i * pitch + j * LANES, acc[i][j], remaining(columns, j));
-}
-
 /* A product of matrices, c = a * b or c += a * b: c[i][j] is the sum over d < depth of
    a[i * a_row + d * a_step] * b[d * b_row + j], for i < rows and j < columns. */
 typedef struct Product {
@@ -534,25 +519,21 @@ typedef struct Product {
 // past the columns.
 INLINE void product_tile(const size_t rows, const size_t vectors, const Product *p,
                          const real *first, real *c) {
-    const size_t columns = p->columns, whole = vectors * LANES;
-    const size_t a_step = p->a_step, b_row = p->b_row;
+    const size_t columns = p->columns, a_step = p->a_step, b_row = p->b_row, c_row = p->c_row;
     const real *a[ROWS], *b = p->b;
     vec acc[ROWS][MAX_VECTORS];
     UNROLLED(i, rows) {
         a[i] = first + i * p->a_row;
-        UNROLLED(j, vectors)
-            acc[i][j] = (vec){0};
+        UNROLLED(j, vectors) {
+            const size_t count = remaining(columns, j);
+            acc[i][j] = p->accumulate ? load(c + i * c_row + j * LANES, count) : (vec){0};
+        }
     }
-    if (p->accumulate && columns == whole) // a constant number of columns needs no tests
-        load_tile(rows, vectors, acc, c, p->c_row, whole);
-    else if (p->accumulate)
-        load_tile(rows, vectors, acc, c, p->c_row, columns);
     for (size_t d = 0, at = 0; d < p->depth; d++, at += a_step, b += b_row)
         dot_step(rows, vectors, acc, a, at, b);
-    if (columns == whole)
-        store_tile(rows, vectors, acc, c, p->c_row, whole);
-    else
-        store_tile(rows, vectors, acc, c, p->c_row, columns);
+    UNROLLED(i, rows)
+        UNROLLED(j, vectors)
+            store(c + i * c_row + j * LANES, acc[i][j], remaining(columns, j));
 }
 
 // Computes a product of at most `vectors` vectors of columns, whose rows are a multiple of `rows`,
