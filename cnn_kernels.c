@@ -2000,21 +2000,17 @@ static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
     return count < MASK_BITS ? mask & (((uint64_t)1 << count) - 1) : mask;
 }
 
-// Sets gradient and position of w->count windows from `first` on.
+// Sets gradient and position of w->count windows from `first` on. Reads and writes whole vectors.
 static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
     const size_t from = image * shape_size(p->w.fused.pool->out) + first * w->channels;
     const size_t elements = w->count * w->channels;
     const real *dout = p->w.dout + from, *out = p->w.out + from;
     const uint8_t *argmax = p->w.saved + from;
     for (size_t i = 0; i < elements; i += LANES) {
-        const size_t count = elements - i;
-        bytes position = {0};
-        if (count >= LANES)
-            memcpy(&position, argmax + i, LANES);
-        else
-            memcpy(&position, argmax + i, count);
-        mask passes = load(out + i, count) > 0; // the ReLU
-        vec gradient = (vec)((mask)load(dout + i, count) & passes);
+        bytes position;
+        memcpy(&position, argmax + i, LANES);
+        const vec value = *(const vec *)(out + i), d = *(const vec *)(dout + i);
+        vec gradient = (vec)((mask)d & (value > 0)); // through the ReLU
         *(vec *)(w->gradient + i) = gradient;
         position |= narrow(gradient == 0) & WINDOW_PIXELS;
         memcpy(w->position + i, &position, LANES);
