@@ -1820,6 +1820,8 @@ static void weight_gradient(Work w) {
 
 enum { MASK_BITS = 64, WINDOW_PIXELS = 4 };
 
+typedef uint64_t Routes[2 * WINDOW_PIXELS]; // by position in a window, a mask of channels
+
 // Consecutive windows of the pool, as many as stay in L1 together with the input that they read.
 typedef struct Windows {
     size_t count, channels, words; // words of MASK_BITS channels
@@ -1827,9 +1829,9 @@ typedef struct Windows {
     size_t offset[WINDOW_PIXELS];  // from there to the input pixel at each of the four, in pixels
     size_t depth;                  // elements from an input pixel to the next
     real *gradient;                // [count][channels]: of the pixel that the window chose
-    uint8_t *position; // [count][channels]: that pixel, or >= WINDOW_PIXELS if the gradient is 0
+    uint8_t *position; // [count][channels]: that pixel, + WINDOW_PIXELS if the gradient is 0
     uint64_t *nonzero; // [channels]: mask of the windows whose gradient is not 0
-    uint64_t *routed[WINDOW_PIXELS]; // [count][words]: mask of the channels routed to the pixel
+    Routes *routed;    // [count][words]
 } Windows;
 
 typedef struct TermTile {
@@ -1906,7 +1908,7 @@ INLINE void add_patch(const size_t rows, const size_t taps, const size_t across,
         UNROLLED(p, WINDOW_PIXELS) {
             const size_t corner = p / 2 * across + p % 2 * (across - taps);
             const real *weight = t->weight + p % 2 * t->moved;
-            for (uint64_t mask = w->routed[p][first + word]; mask; mask &= mask - 1) {
+            for (uint64_t mask = w->routed[first + word][p]; mask; mask &= mask - 1) {
                 const size_t k = word * MASK_BITS + (size_t)__builtin_ctzll(mask);
                 const real gradient = gradients[k];
                 const vec *from = (const vec *)(weight + k * t->filter);
@@ -1985,21 +1987,6 @@ static bool suits_pooled(const Layer *conv, const Layer *pool) {
            conv->in.h * conv->in.w * depth * sizeof(real) <= 1 << 19;
 }
 
-/* Bit i: from[i] == x, for up to MASK_BITS bytes; x and all bytes are below 128. Compares 8 bytes
-   at a time in one integer: 0x80 - (byte ^ x) has bit 7 set only for equal bytes. What follows the
-   bytes may be anything, since borrows propagate away from them. */
-static uint64_t mask_equal(const uint8_t *from, size_t count, uint64_t x) {
-    const uint64_t ones = 0x0101010101010101;
-    uint64_t mask = 0;
-    for (size_t i = 0; i < MASK_BITS && i < count; i += 8) {
-        uint64_t eight;
-        memcpy(&eight, from + i, 8);
-        uint64_t equal = (0x80 * ones - (eight ^ x * ones)) >> 7 & ones;
-        mask |= equal * 0x0102040810204080 >> 56 << i; // gathers bit 0 of the eight bytes
-    }
-    return count < MASK_BITS ? mask & (((uint64_t)1 << count) - 1) : mask;
-}
-
 // Sets gradient and position of w->count windows from `first` on. Reads and writes whole vectors.
 static void route_gradient(const Windows *w, const PooledPass *p, size_t image, size_t first) {
     const size_t from = image * shape_size(p->w.fused.pool->out) + first * w->channels;
@@ -2025,6 +2012,7 @@ static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, si
     uint64_t *restrict nonzero = w->nonzero;
     route_gradient(w, p, image, first);
     memset(nonzero, 0, channels * sizeof *nonzero);
+    memset(w->routed, 0, w->count * w->words * sizeof *w->routed);
     for (size_t window = 0; window < w->count; window++) {
         const real *gradient = w->gradient + window * channels;
         size_t y = (first + window) / across, x = (first + window) % across;
@@ -2033,11 +2021,10 @@ static void find_terms(Windows *w, real *restrict dbias, const PooledPass *p, si
             nonzero[k] |= (uint64_t)(gradient[k] != 0) << window;
             dbias[k] += gradient[k];
         }
-        for (size_t word = 0; p->w.din && word < w->words; word++)
-            for (size_t i = 0; i < WINDOW_PIXELS; i++)
-                w->routed[i][window * w->words + word] =
-                    mask_equal(w->position + window * channels + word * MASK_BITS,
-                               channels - word * MASK_BITS, i);
+        const uint8_t *position = w->position + window * channels;
+        Routes *routed = w->routed + window * w->words;
+        for (size_t k = 0; p->w.din && k < channels; k++)
+            routed[k / MASK_BITS][position[k]] |= (uint64_t)1 << k % MASK_BITS;
     }
 }
 
@@ -2090,16 +2077,16 @@ static void pooled_image(real *sums, real *din, const real *packed, const Pooled
     const size_t words = ceil_div(channels, MASK_BITS);
     const real *in = p->w.in + image * shape_size(I);
     real gradient[most * channels + LANES];
-    uint8_t position[most * channels + LANES + 8];
-    uint64_t nonzero[channels], routed[WINDOW_PIXELS][most * words];
+    uint8_t position[most * channels + LANES];
+    uint64_t nonzero[channels];
+    Routes routed[most * words];
     real rows[p->depth == I.c ? 1 : I.h * I.w * p->depth] __attribute__((aligned(VECTOR_BYTES)));
     Windows w = {.channels = channels, .words = words, .depth = p->depth, .gradient = gradient};
     w.position = position;
     w.nonzero = nonzero;
-    for (size_t i = 0; i < WINDOW_PIXELS; i++) {
-        w.routed[i] = routed[i];
+    w.routed = routed;
+    for (size_t i = 0; i < WINDOW_PIXELS; i++)
         w.offset[i] = i / 2 * I.w + i % 2;
-    }
     if (p->depth != I.c) {
         copy_rows(rows, in, p);
         in = rows;
