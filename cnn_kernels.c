@@ -24,15 +24,12 @@
    every loop of this length, so that it finds in its cache what it wrote before. A thread that has
    finished its share takes iterations of the others.
 
-   Reason: a loop of OpenMP ends when all threads have arrived at a barrier. On a machine with other
-   busy programs one of them often has to wait for a core; the others spin meanwhile, and each of
-   the roughly 40 loops of a training step may cost a time slice of the scheduler, 1 to 4 ms. Here a
-   loop ends when its iterations are done: a thread that comes late finds none and waits for the
-   next loop. Whoever waits spins for SPIN seconds, as long as a wake-up by the kernel takes, and
-   then sleeps, which leaves the core to others.
-
-   How a late thread finds none: one word holds both the number of the loop and the count of the
-   iterations taken from the share, so nothing can be taken from a loop that is over. */
+   Reason: a loop of OpenMP ends when all threads have arrived at a barrier. Beside other busy
+   programs one of them often has to wait for a core, and each of the roughly 40 loops of a training
+   step may cost a time slice of the scheduler, 1 to 4 ms. Here a loop ends when its iterations are
+   done. A thread that comes late finds none: one word holds both the number of the loop and the
+   count of the iterations taken from a share. Whoever waits spins for SPIN seconds, as long as a
+   wake-up by the kernel takes, and then sleeps, which leaves the core to others. */
 
 #include <limits.h>
 #include <sys/syscall.h>
@@ -572,9 +569,8 @@ static ProductFunction *const product_strips[ROWS - 1][MAX_VECTORS] = {
     TILE_ROW(product_strip, 5), TILE_ROW(product_strip, 6)};
 
 /* Computes one strip of columns after another. Rows that do not fill a tile are a smaller tile. A
-   single row is computed twice, into the same place. Reason: when gcc compiles for AMD's Zen, a
-   loop that computes only one sum gets no FMA, so the sum would be rounded differently from those
-   in larger tiles. It takes no longer, because one row is bound by the latency of an FMA. */
+   single row is computed twice, into the same place: for AMD's Zen, gcc uses no FMA in a loop of
+   one sum, which would be rounded differently. It takes no longer: the latency is the limit. */
 static void multiply(const Product *p) {
     const size_t whole = p->rows / ROWS * ROWS, rest = p->rows - whole;
     for (size_t column = 0; column < p->columns; column += COLUMNS) {
@@ -596,9 +592,8 @@ static void multiply(const Product *p) {
     }
 }
 
-/* A forward pass or a data gradient: in both, `in` is read, `out` is computed, and the sizes are
-   named accordingly. Adjacent taps in a row of the filter select adjacent input pixels. Where the
-   channels are few, such a run of taps is read as one tap that is kernel * channels deep. */
+/* A forward pass or a data gradient: in both, `in` is read and `out` is computed. With few
+   channels a row of the filter, which selects adjacent pixels is a tap, kernel * channels deep. */
 typedef struct Pass {
     const int32_t *map;      // [out_pixels][1 + taps * run]: an output pixel, then its input pixels
     Shape in, out;           // in.c channels are summed over, out.c columns are computed
@@ -760,10 +755,8 @@ INLINE void transpose_quads(real *to, size_t to_pitch, const real *from, size_t 
 }
 
 /* to[depth][width] = from[columns][depth] transposed, with zeros after the columns; pitch: from a
-   row of from to the next. Blocks of 4 x 4 are transposed in registers, which takes a fifth of the
-   time of single elements (Zen 3). One cache line of each row is read at a time: where the pitch is
-   a power of 2, all rows map to the same few cache sets and would soon evict each other. The next
-   lines are prefetched. */
+   row of from to the next. Blocks of 4 x 4 in registers take a fifth of the time of single elements
+   (Zen 3). One cache line of each row is read at a time: see odd_lines(). */
 static void transpose(real *to, size_t width, const real *from, size_t pitch, size_t columns,
                       size_t depth) {
     const size_t whole_columns = columns / 4 * 4, whole_depth = depth / 4 * 4;
@@ -959,9 +952,8 @@ static void convolve(const Pass *p) {
 
 /* A large linear layer (or 1 x 1 convolution) on few pixels spends its time on reading weights. So
    each panel is read once, by the thread that packs it and then uses it from its cache; the partial
-   sums of panels that share columns are added at the end. Gain: 1.12 on mnist.
-   The order of a sum depends on this choice, hence on the number of images, but never on the
-   number of threads. */
+   sums of panels that share columns are added at the end. Gain: 1.12 on mnist. The order of a sum
+   depends on the number of images, never on the number of threads. */
 static bool suits_panels(const Pass *p, size_t n) {
     size_t panels = ceil_div(p->out.c, COLUMNS) * depth_panels(p);
     return p->taps == 1 && n * p->out_pixels <= GROUP_PIXELS && panels >= 16; // enough for threads
@@ -1806,8 +1798,7 @@ static void weight_gradient(Work w) {
    the gradient of one output pixel in channel k contributes:
      weight gradient   dweight[k]           += dout[pixel][k] * the input under the filter
      data gradient     din under the filter += dout[pixel][k] * weight[k]
-   Bit masks, a bit for each gradient, say which terms are nonzero; a loop over the set bits visits
-   only these. Each term is a filter's worth of vector FMAs, so finding it is cheap in comparison.
+   Bit masks, a bit for each gradient, say which terms are nonzero.
    term_tile() sums the weight gradient, for one channel over many windows, with the filter's sums
    as accumulators. patch_tile() or, with few channels, pair_tile() sums the data gradient, for one
    window over all channels, with the patch of pixels under the window's four filters as
@@ -2192,9 +2183,8 @@ INLINE void keep_larger(vec *best, mask *arg, vec v, mask tap) {
 }
 
 /* out[c], argmax[c] = maximum of a window and its position in it, of output pixel (y, x), LANES
-   channels at a time, in registers. Written with vector types, because compilers do not vectorize
-   loops over floats and bytes together. Reads whole vectors of in and drops what is past the
-   channels. */
+   channels at a time: compilers do not vectorize loops over floats and bytes together. Reads whole
+   vectors of in and drops what is past the channels. */
 INLINE void maxpool2d_pixel(real *out, uint8_t *argmax, const real *in, const Layer *l, size_t y,
                             size_t x) {
     for (size_t c = 0; c < l->out.c; c += LANES) {
@@ -2382,9 +2372,8 @@ static void conv2d_forward_pooled(Work w) {
 
 /* ---- Definitions on these threads ---------------------------------------------------------------
 
-   The other rows are computed by their definitions in cnn.c, each thread a part of the images at a
-   time, and BatchNorm by its slices. So all loops of a training step use the same threads;
-   OpenMP's would spin beside them. */
+   The other rows are computed by their definitions in cnn.c, a part of the images at a time, on
+   these threads: OpenMP's would spin beside them. */
 
 typedef struct ImageParts {
     Work w;
@@ -2488,8 +2477,7 @@ static void dropout_forward_fast(Work w) {
 /* ---- BatchNorm ---------------------------------------------------------------------------------
 
    The pixels are divided into BN_SLICES slices, whatever the number of threads, and each is summed
-   by itself, in two passes over each piece that fits into the cache, where the definition reads
-   everything twice. The residual and the ReLU that follow are part of the pass that writes out. */
+   by itself. The residual and the ReLU that follow are part of the pass that writes out. */
 
 enum { BN_SLICES = 32 };
 
@@ -2498,8 +2486,9 @@ static Range bn_slice(size_t slice, size_t pixels) {
 }
 
 /* sums[0][c] = mean over a slice, sums[1][c] = sum of squared deviations from it: two passes over
-   each piece that fits into the cache, combined by Chan's formula. (Chan, Golub, LeVeque, "Updating
-   formulae and a pairwise algorithm for computing sample variances", 1979.) */
+   each piece that fits into the cache, where the definition reads everything twice. Pieces are
+   joined by Chan's formula. (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+   computing sample variances", 1979.) */
 static void bn_slice_stats(real *restrict sums, const real *restrict in, Range s, size_t channels) {
     enum { PIECE = 16 };
     real *restrict squares = sums + channels, mean[channels], more[channels];
