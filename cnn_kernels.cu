@@ -239,8 +239,7 @@ static void copy(void *to, const void *from, size_t bytes) {
 }
 
 // Returns a stream of this host thread on device `which`, for copies that overlap with the kernels
-// there, and for the additions of the all-reduce, which start before the blocks of backward that
-// wait.
+// there, and for the additions of the all-reduce, which start before waiting blocks of backward.
 static cudaStream_t own_stream(size_t which) {
     static thread_local cudaStream_t own[MAX_REPLICAS];
     device = (int)which;
@@ -580,8 +579,8 @@ static Row row_of(Work w) {
             l->p};
 }
 
-// Queues a row's kernel with COUNT(w) threads. The layouts of its input and output are separate
-// arguments, since nvcc does not hoist tests of a structure's members out of loops.
+// Queues a row's kernel with COUNT(w) threads. The layouts are separate arguments, since nvcc does
+// not hoist tests of a structure's members out of loops.
 template <void (*KERNEL)(Row, Layout, Layout), size_t (*COUNT)(Work)> static void each(Work w) {
     LAUNCH(KERNEL, COUNT(w), row_of(w), layout_of(w.l->in, w.transposed),
            layout_of(w.l->out, w.transposed));
@@ -1280,9 +1279,9 @@ static __device__ Pack<T> of_channels(const real *values, unsigned i, Layout lay
     return p;
 }
 
-/* A thread of BatchNorm's kernels has EACH packs, all of the same channels, so that it loads what
-   belongs to these once: its packs are `stride` elements apart, a multiple of the channels. With
-   nchw, or where packs do not divide the channels, a thread has one pack. */
+/* A thread of BatchNorm's kernels has EACH packs, `stride` elements apart, a multiple of the
+   channels, so that it loads what belongs to its channels once. With nchw, or where packs do not
+   divide the channels, it has one pack. */
 enum { NORM_PACKS = 2 };
 template <class T>
 static void launch_norm(Work w, void (*several)(Row, Layout), void (*single)(Row, Layout)) {
@@ -2115,9 +2114,8 @@ static size_t blocks_of(const Variant<T, O> &v, const Product<T, O> &p) {
 
 /* The variant that finishes first, if the blocks are spread evenly over the multiprocessors. For
    each k, a tile costs its multiply-adds and, for each number of A and B, about LOADING
-   instructions more, as the main loops of gemm_kernel have them (7 to 10). An example: 128 tiles of
-   128 x 128 are done sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108, 20 of
-   which have two. */
+   instructions more (7 to 10 in the main loops of gemm_kernel). An example: 128 tiles of 128 x 128
+   are done sooner than 256 of 128 x 64 on 132 multiprocessors, but later on 108. */
 template <class T, class O>
 static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<T, O> &p,
                        size_t processors) {
@@ -2402,9 +2400,7 @@ static __device__ uint32_t round_tf32(uint32_t x) {
 enum { STAGES = 3, DEPTH_CHUNKS = 8 };
 
 // Warps lie in two columns in a tile of C. BLOCKS fit on a multiprocessor with the 228 KB of shared
-// memory of an H100. With the 164 KB of an A100 these are 1, 2 and 3 blocks of the tiles of 96, 72
-// and 48 KB, with the 100 KB of sm_86, 89 and 120 1, 1 and 2; --autotune finds out which tile is
-// the fastest there.
+// memory of an H100; on one with less, fewer do, and --autotune finds the fastest tile.
 template <int M_, int N_, int THREADS_, int BLOCKS_> struct TensorTile {
     enum { M = M_, N = N_, TILE_THREADS = THREADS_, BLOCKS = BLOCKS_ };
     enum { WARP_M = M / (THREADS_ / WARP / 2), WARP_N = N / 2, PITCH = N + 8 };
@@ -2603,9 +2599,8 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    through shared memory, so that neighboring threads store neighboring chunks; lines are padded
    by 8 numbers, so that a warp uses different banks.
    Registers: at most 255 in the large tile (for 2 blocks per multiprocessor), 168 in the narrow one
-   and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). In the
-   main loop of the large tile, 16 bits, about 30 % of the instructions are mma, in the weight
-   gradient 24 %. One mma occupies an A100's tensor core 8 cycles.
+   and where WIDTH is 1 (3), 128 in the small one (4) and the shallow one (2). In the main loop of
+   the large tile, 16 bits, 24 to 30 % of the instructions are mma.
    Grid: tiles x 1 x splits * phases, of TILE_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
 template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
