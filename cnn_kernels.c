@@ -569,8 +569,8 @@ static ProductFunction *const product_strips[ROWS - 1][MAX_VECTORS] = {
     TILE_ROW(product_strip, 5), TILE_ROW(product_strip, 6)};
 
 /* Computes one strip of columns after another. Rows that do not fill a tile are a smaller tile. A
-   single row is computed twice, into the same place: for AMD's Zen, gcc uses no FMA in a loop of
-   one sum, which would be rounded differently. It takes no longer: the latency is the limit. */
+   single row is computed twice, into the same place: for AMD's Zen, gcc uses no FMA in a loop with
+   only one sum, which would be rounded differently. It takes no longer: latency is the limit. */
 static void multiply(const Product *p) {
     const size_t whole = p->rows / ROWS * ROWS, rest = p->rows - whole;
     for (size_t column = 0; column < p->columns; column += COLUMNS) {
@@ -592,8 +592,9 @@ static void multiply(const Product *p) {
     }
 }
 
-/* A forward pass or a data gradient: in both, `in` is read and `out` is computed. With few
-   channels a row of the filter, which selects adjacent pixels is a tap, kernel * channels deep. */
+/* A forward pass or a data gradient: in both, `in` is read and `out` is computed. Adjacent taps in
+   a row of the filter select adjacent input pixels. Where the channels are few, such a run of taps
+   is read as one tap that is kernel * channels deep. */
 typedef struct Pass {
     const int32_t *map;      // [out_pixels][1 + taps * run]: an output pixel, then its input pixels
     Shape in, out;           // in.c channels are summed over, out.c columns are computed
