@@ -165,6 +165,9 @@ assemble() {
 # refuse ID WHY: tests that need this part fail, with this reason
 refuse() { echo "$2" >"$logs/refused/$1"; }
 
+# part_of FILE ID: the code of a part, without comments
+part_of() { awk -v mode=take -v id="$2" -f "$regions" "$1" | awk -f "$home/labs/check/code.awk"; }
+
 # Takes the student's parts; those that equal the starter's stub are not done.
 take_parts() {
     local id name file why
@@ -174,7 +177,7 @@ take_parts() {
             refuse "$id" "there is no $file in $from"
         elif ! why=$(awk -v mode=take -v id="$id" -f "$regions" "$from/$file" 2>&1 >"$parts/$id"); then
             refuse "$id" "$why"
-        elif awk -v mode=take -v id="$id" -f "$regions" "$work/$file" | diff -qbB - "$parts/$id" >/dev/null; then
+        elif diff -qbB <(part_of "$work/$file" "$id") <(part_of "$from/$file" "$id") >/dev/null; then
             refuse "$id" "TODO $id is not done: $name in $file; see labs/$(lab_name "$lab")/README.md"
         else
             why=$(vet "$id"; vet_part "$id")
@@ -190,7 +193,7 @@ why_not_built() { # why_not_built ID: from what build has printed
     if grep -q '^refused: ' "$logs/build"; then
         sed -n "s/^refused: it/TODO $1/p" "$logs/build" | head -n 1
     else
-        echo "TODO $1 does not compile in the test program, which has only what this task needs:"
+        echo "TODO $1 does not compile in the test program, which has of your code only what is between the markers:"
         grep -E 'error|undefined' "$logs/build" | grep -v '^cc1' | awk '!seen[$0]++' | head -n 3
     fi
 }

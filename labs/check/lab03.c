@@ -91,18 +91,18 @@ static int patience_s = 6; // 2 after a deadlock in an earlier test
 typedef enum { ELSEWHERE, IN_START, IN_NEXT, IN_FREE } Whereabouts;
 
 static struct Seen {
-    Loader loader;
+    Loader *loader;                // apart from this: the parts get a pointer to it
     size_t size, batches, workers; // of the loader: images in a batch, batches in an epoch
     size_t epoch, due;             // the epoch, and the batch that loader_next() has to return
     Whereabouts place;             // which function the caller is in
     uint32_t order[IMAGES];        // the epoch's permutation
     unsigned begun[MAX_EPOCHS][IMAGES], made[MAX_EPOCHS][IMAGES]; // how many times, by position
-    size_t inside, most_inside; // threads that make a batch, now and at most
-    pthread_t caller;
+    size_t inside, most_inside;     // threads that make a batch, now and at most
     void (*delay)(size_t position); // what a test does while the image at this position is made
 } * now_seen; // a new one for each loader: workers of an earlier one may still sleep
 #define seen (*now_seen)
-static size_t events; // constant while nothing happens
+static size_t events;                // constant while nothing happens
+static _Thread_local bool is_caller; // of loader_next()
 
 #define READ(x) __atomic_load_n(&(x), __ATOMIC_RELAXED) // relaxed: hides no race
 #define WRITE(x, value) __atomic_store_n(&(x), value, __ATOMIC_RELAXED)
@@ -124,11 +124,11 @@ static size_t count_images(unsigned counts[MAX_EPOCHS][IMAGES], size_t number) {
 }
 
 static void check_begin(size_t epoch, size_t position) {
-    size_t number = position / seen.size, due = READ(seen.due), slots = seen.loader.slots;
+    size_t number = position / seen.size, due = READ(seen.due), slots = seen.loader->slots;
     if (position >= IMAGES)
         wrong("batch %zu was begun, but the epoch has only batches 0 to %zu", number,
               seen.batches - 1);
-    if (pthread_equal(pthread_self(), seen.caller))
+    if (is_caller)
         wrong("batch %zu was made by the thread that called loader_next(), which cannot train "
               "meanwhile: workers have to make the batches",
               number);
@@ -189,7 +189,7 @@ UNWATCHED static _Noreturn void explain_next(const Loader *l) {
 UNWATCHED static _Noreturn void explain_silence(void) {
     static const char *const names[] = {"the test", "loader_start()", "loader_next()",
                                         "loader_free()"};
-    Loader *l = &seen.loader;
+    Loader *l = seen.loader;
     Whereabouts place = READ(seen.place);
     if (pthread_mutex_trylock(&l->lock) != 0)
         wrong("deadlock in %s: a thread holds the lock and never unlocks it", names[place]);
@@ -258,11 +258,12 @@ static void open_loader(size_t size, size_t workers, void (*delay)(size_t positi
     seen.size = size;
     seen.batches = ceil_div(IMAGES, size);
     seen.workers = workers;
-    seen.caller = pthread_self();
+    seen.loader = must_alloc(sizeof *seen.loader, "a test");
+    is_caller = true;
     seen.delay = delay;
-    loader_plan(&seen.loader, &data, size, workers, AUGMENT_NONE, on_cpu);
-    seen.loader.augment = observe;
-    loader_init(&seen.loader);
+    loader_plan(seen.loader, &data, size, workers, AUGMENT_NONE, on_cpu);
+    seen.loader->augment = observe;
+    loader_init(seen.loader);
 }
 
 // Each epoch of a loader has another number: 1, 2, ...
@@ -273,14 +274,14 @@ static void start_epoch_at(size_t first) {
         seen.order[i] = (uint32_t)i;
     shuffle(seen.order, IMAGES, seed, epoch);
     // between the last worker of the old epoch and the first of the new one: within loader_start()
-    pthread_mutex_lock(&seen.loader.lock);
-    seen.loader.started = seen.loader.batches = 0;
-    while (seen.loader.busy > 0)
-        pthread_cond_wait(&seen.loader.changed, &seen.loader.lock);
+    pthread_mutex_lock(&seen.loader->lock);
+    seen.loader->started = seen.loader->batches = 0;
+    while (seen.loader->busy > 0)
+        pthread_cond_wait(&seen.loader->changed, &seen.loader->lock);
     WRITE(seen.epoch, epoch);
     WRITE(seen.due, first);
-    pthread_mutex_unlock(&seen.loader.lock);
-    loader_start(&seen.loader, seed, epoch, first);
+    pthread_mutex_unlock(&seen.loader->lock);
+    loader_start(seen.loader, seed, epoch, first);
     enter(ELSEWHERE);
 }
 
@@ -312,7 +313,7 @@ static void check_batch(const Batch *batch, size_t number) {
     if (!batch)
         wrong("loader_next() returned NULL, the end of the epoch, instead of batch %zu of %zu",
               number, seen.batches);
-    if (batch->number != number && batch != &seen.loader.ring[number % seen.loader.slots])
+    if (batch->number != number && batch != &seen.loader->ring[number % seen.loader->slots])
         wrong("batch %zu was returned instead of batch %zu: the order has to be that of the "
               "permutation, whichever batch is filled first",
               batch->number, number);
@@ -332,7 +333,7 @@ static void check_batch(const Batch *batch, size_t number) {
 static const Batch *next_batch_of_loader(size_t number) {
     WRITE(seen.due, number);
     enter(IN_NEXT);
-    const Batch *batch = loader_next(&seen.loader);
+    const Batch *batch = loader_next(seen.loader);
     enter(ELSEWHERE);
     return batch;
 }
@@ -371,7 +372,7 @@ static void finish_epoch_from(size_t first) {
 /* Ends the epoch and tells the workers to quit, without waiting for them: only test_end() requires
    that they do, in end_loader(). What they use stays allocated. */
 static void close_loader(void) {
-    Loader *l = &seen.loader;
+    Loader *l = seen.loader;
     WRITE(seen.delay, NULL);
     enter(IN_START);
     pthread_mutex_lock(&l->lock);
@@ -387,7 +388,7 @@ static void close_loader(void) {
 static void end_loader(void) {
     WRITE(seen.delay, NULL);
     enter(IN_FREE);
-    loader_free(&seen.loader);
+    loader_free(seen.loader);
     enter(ELSEWHERE);
 }
 
@@ -450,7 +451,7 @@ static void test_ahead(void) {
     for (size_t w = 0; w < SOME; w++) {
         open_loader(4, some_workers[w], NULL);
         start_epoch_at(0);
-        const size_t slots = seen.loader.slots;
+        const size_t slots = seen.loader->slots;
         for (size_t number = 0; number + slots < seen.batches; number++) {
             const Batch *batch = take_batch(number);
             if (!HAPPENS(is_made(number + 1, number + slots)))
@@ -485,10 +486,10 @@ static void delay_first(size_t position) {
     if (position > 0)
         return;
     HAPPENS(READ(seen.place) == IN_NEXT);
-    if (!HAPPENS(is_made(1, seen.loader.slots)))
+    if (!HAPPENS(is_made(1, seen.loader->slots)))
         wrong("while one worker made batch 0, which took long, the others did not make batches 1 "
               "to %zu: loader_next() increments `handed` and wakes the workers before it waits",
-              seen.loader.slots - 1);
+              seen.loader->slots - 1);
     usleep(20000);
 }
 
@@ -544,7 +545,7 @@ static void test_end(void) {
         open_loader(8, some_workers[w], NULL); // while the ring is full
         start_epoch_at(0);
         take_batch(0);
-        HAPPENS(is_made(0, min_size(seen.loader.slots, seen.batches)));
+        HAPPENS(is_made(0, min_size(seen.loader->slots, seen.batches)));
         usleep(20000);
         end_loader();
     }
@@ -597,7 +598,7 @@ static void test_sleep(void) {
         open_loader(4, some_workers[w], measure_during_last);
         start_epoch_at(0);
         take_batch(0);
-        HAPPENS(is_made(0, seen.loader.slots));
+        HAPPENS(is_made(0, seen.loader->slots));
         usleep(20000);
         double since = now(), cpu_since = cpu_s();
         long switches_since = switches();

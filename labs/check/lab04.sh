@@ -51,7 +51,7 @@ build() {
     ! wanted 1 2 3 4 5 6 7 || only_emulator_calls lab04_emulated.o
 }
 
-build_races() { # clang's race detector is faster; either will do
+build_races() { # clang's race detector is faster and finds more
     local cxx=${CXX:-g++} tsan=(-g -fsanitize=thread)
     if clang++ "${tsan[@]}" -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
         cxx=clang++

@@ -519,6 +519,7 @@ static void test_update(void) {
 
 static void test_skipped(void) {
     gpu = kernels_in(KERNELS_BEST, FP16);
+    update_of(true, draw(255, 1030), .9, false, false); // an update that does nothing skips nothing
     update_of(true, draw(255, 1030), .9, false, true);
     update_of(false, draw(255, 1030), 0, false, true);
 }

@@ -52,15 +52,17 @@ def page_of(result):
     return f"pages/{page_name(result.student)}.html"
 
 
-def rows_of_others(path, results):
-    """The rows of an earlier call, of students whom this one does not grade."""
+def rows_of(out):
+    """The rows of an earlier call."""
     try:
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = list(csv.reader(f))[1:]
+        with open(os.path.join(out, "gradebook.csv"), newline="", encoding="utf-8") as f:
+            return [row for row in list(csv.reader(f))[1:] if len(row) == len(COLUMNS)]
     except OSError:
         return []
-    graded = {cell(result.student) for result in results}
-    return [row for row in rows if row and row[0] not in graded]
+
+
+def other_labs(options):
+    return sorted({row[COLUMNS.index("lab")] for row in rows_of(options.out)} - {options.lab})
 
 
 def write(options, results, new):
@@ -73,7 +75,8 @@ def write(options, results, new):
     rows = [[result.student, options.lab, "" if result.points is None else result.points, result.of, kinds(result),
              again(result), page_of(result)] for result in results]
     book = io.StringIO()
-    others = rows_of_others(book_path, results)
+    graded = {cell(result.student) for result in results}
+    others = [row for row in rows_of(options.out) if row[0] not in graded]
     csv.writer(book, lineterminator="\n").writerows([COLUMNS, *others, *(map(cell, row) for row in rows)])
     save(book_path, book.getvalue())
 

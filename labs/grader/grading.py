@@ -132,6 +132,8 @@ def grade(course, student, path):
     try:
         course.try_tools(folder)
         given = take(course, result, path, folder)
+        if not given:
+            return result
         check(course, result, given, folder)
         examine(course, result, given, folder)
         begin_again(course, result, folder)
@@ -148,7 +150,7 @@ def grade(course, student, path):
 
 
 def take(course, result, path, folder):
-    """The copy of the submission, which the sandbox may read."""
+    """The copy of the submission, which the sandbox may read. None if it has no file of a lab."""
     given = course.new(folder, "given")
     if os.path.isdir(path):
         path = intake.archive_in(path) or path
@@ -157,11 +159,17 @@ def take(course, result, path, folder):
     else:
         left_out, given = unpack(course, path, folder, given)
     result.flags += [("files", place, reason) for place, reason in left_out]
-    top = intake.find_top(given)
-    if not top:
-        result.flags.append(("files", os.path.basename(path), "expected cnn.c, labs or runs in it, or in a folder in it, "
-                             "found none of them; it counts as empty"))
-    given = top or given
+    tops = intake.find_tops(given)
+    if not tops:
+        names = ", ".join(sorted(os.listdir(path if os.path.isdir(path) else given))[:5])
+        result.flags.append(("files", os.path.basename(path), "expected cnn.c, cnn_kernels.cu, labs or runs, in a folder "
+                             f"or in the only archive, found {names or 'nothing'}; not graded"))
+        return None
+    if len(tops) > 1:
+        used, *others = map(os.path.basename, tops)
+        result.flags.append(("files", os.path.basename(path), "expected one folder with the student's files, found "
+                             f"several; used {used}, not {', '.join(others)}"))
+    given = tops[0]
     for above, _, names in os.walk(given):
         os.chmod(above, 0o755)
         for name in names:  # all of the same age: unpacking and git change times
@@ -218,10 +226,14 @@ def check(course, result, given, folder):
             result.flags.append(("checker", f"test {len(result.tests)}: {title}", f"not tested on this machine: {said}"))
         if BY_A_PART.search(said):
             result.flags.append(("code", f"test {len(result.tests)}: {title}", said))
-    result.points = sum(got for _, got, _, _ in result.tests)
-    if f"{result.points}/{result.of} points" not in done.said:
-        result.flags.append(("checker", f"make check LAB={course.lab}", "expected the sum of its tests, "
-                             f"{result.points}, also in its last line, found: {last_line(done.said)}"))
+    points = sum(got for _, got, _, _ in result.tests)
+    expected = f"lab {course.lab}: {points}/{result.of} points"
+    if done.status not in (0, 1) or last_line(done.said) != expected:
+        result.flags.append(("checker", f"make check LAB={course.lab}", f"expected exit status 0 or 1 and the last line "
+                             f"{expected!r}, found {done.status} and {last_line(done.said)!r}; the results may be "
+                             "forged, so no points are counted"))
+    else:
+        result.points = points
     if done.left:
         result.flags.append(("code", f"make check LAB={course.lab}", f"expected no processes after its end, found "
                              f"{done.left}; they were ended"))

@@ -85,20 +85,20 @@ class Copy:
             raise Full(f"expected at most {ALL_BYTES // MB} MB in all, found more; the rest was not read")
 
 
-def find_top(given):
-    """The folder with the student's files: `given`, or one in it, since students may have packed their folder instead
-    of its contents, or unpacked and packed it again. run_autograder has a similar rule. None: there is none."""
+def find_tops(given):
+    """The folders with a student's files: `given`, or those in it, since students may have packed their folder instead
+    of its contents, or unpacked and packed it again. run_autograder takes the first by a similar rule."""
     inside = sorted(entry.path for entry in os.scandir(given) if entry.is_dir(follow_symlinks=False))
     known = [folder for folder in [given, *inside]
-             if any(os.path.exists(os.path.join(folder, name)) for name in ("cnn.c", "runs", "labs"))]
-    if known:
-        return known[0]
-    return find_top(inside[0]) if len(inside) == 1 else None
+             if any(os.path.exists(os.path.join(folder, name)) for name in ("cnn.c", "cnn_kernels.cu", "runs", "labs"))]
+    if given in known:
+        return [given]
+    return find_tops(inside[0]) if not known and len(inside) == 1 else known
 
 
 def archive_in(folder):
     """The only archive in a folder, as some learning platforms export submissions, if it has nothing else of a lab."""
-    if find_top(folder):
+    if find_tops(folder):
         return None
     archives = [entry.path for entry in os.scandir(folder)
                 if entry.is_file(follow_symlinks=False) and entry.name.endswith(ARCHIVES)]

@@ -292,6 +292,7 @@ struct Launch {
     std::vector<PointerArgument> pointers;
     std::function<void(int)> check; // the kernel's arguments
     std::function<void()> call;     // the kernel with its arguments
+    size_t shared_limit = 0;        // of a block, static and dynamic together
 };
 
 struct Block {
@@ -300,7 +301,7 @@ struct Block {
     std::vector<Thread> threads;
     std::deque<Thread *> ready; // they run in this order
     size_t ended;
-    SyncPoint barrier;
+    std::unique_ptr<SyncPoint> barrier;
     std::vector<std::map<unsigned, SyncPoint>> warps; // by mask
     std::vector<SharedArray> shared;
     void *dynamic;
@@ -484,9 +485,9 @@ inline Block::~Block() {
     }
     while (!self->ended)
         self--;
-    SourceLocation location = block->barrier.arrived[0]->location;
+    SourceLocation location = block->barrier->arrived[0]->location;
     die("has ended while %zu threads wait for it in __syncthreads() at %s:%d",
-        block->barrier.arrived.size(), location.file, location.line);
+        block->barrier->arrived.size(), location.file, location.line);
 }
 
 // Schedules the first ready thread; if all have ended, returns to the worker.
@@ -543,6 +544,12 @@ EMU_SWITCHES inline void fiber_main() {
 
 inline void *new_shared(size_t bytes, const char *name) {
     void *memory;
+    size_t all = bytes;
+    for (const SharedArray &array : block->shared)
+        all += array.bytes;
+    if (all > launched->shared_limit)
+        die("%zu bytes of shared memory, static and dynamic; a block can have %zu here", all,
+            launched->shared_limit);
     if (posix_memalign(&memory, 128, bytes ? bytes : 1) || block->shared.size() == 64)
         die("no memory for an array in shared memory, or more than 64 of them");
     memset(memory, 0xff, bytes);
@@ -643,7 +650,7 @@ template <class T> T shuffle(unsigned mask, T value, int source, SourceLocation 
 namespace api {
 
 inline void __syncthreads(SourceLocation location = {}) {
-    arrive_and_wait(block->barrier, block->threads.size(), "", 0, location, 0, true);
+    arrive_and_wait(*block->barrier, block->threads.size(), "", 0, location, 0, true);
     record_barrier('|');
 }
 inline void __syncwarp(unsigned mask = 0xffffffff, SourceLocation location = {}) {
@@ -730,6 +737,8 @@ inline void run_threads(unsigned i) {
     block->number++;
     block->ended = 0;
     block->threads.resize(threads);
+    block->barrier = std::make_unique<SyncPoint>(); // not the last block's: for the race detector,
+    block->warps.clear();                           // its address would order the two blocks
     block->warps.resize((threads + 31) / 32);
     for (unsigned t : ordering(threads, i)) {
         Thread *thread = &block->threads[t];

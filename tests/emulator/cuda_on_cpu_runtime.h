@@ -15,6 +15,7 @@ namespace emu {
     X(cudaErrorNoDevice, "no CUDA-capable device is detected") \
     X(cudaErrorInvalidDevice, "invalid device ordinal")        \
     X(cudaErrorNotReady, "device not ready")                   \
+    X(cudaErrorInvalidResourceHandle, "invalid resource handle") \
     X(cudaErrorUnknown, "unknown error")                       \
     X(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")
 #define EMU_ERROR(NAME, TEXT) NAME,
@@ -306,7 +307,7 @@ static const Gpu gpu = [] {
 }();
 static const size_t DYNAMIC_LIMIT = gpu.block_kb << 10;
 
-inline void check_launch(const Launch *launch) {
+inline void check_launch(Launch *launch) {
     dim3 grid = launch->grid, size = launch->block;
     long threads = (long)size.x * size.y * size.z;
     if ((long)grid.x * grid.y * grid.z == 0 || threads == 0)
@@ -318,6 +319,7 @@ inline void check_launch(const Launch *launch) {
     if (grid.y > most || grid.z > most)
         die("a grid of (%u,%u,%u); y and z are at most %ld", grid.x, grid.y, grid.z, most);
     size_t limit = std::max(STATIC_LIMIT, dynamic_limits[{launch->device, launch->kernel}]);
+    launch->shared_limit = limit > STATIC_LIMIT ? DYNAMIC_LIMIT : STATIC_LIMIT;
     if (launch->dynamic_bytes > limit)
         die("%zu bytes of dynamic shared memory; cudaFuncSetAttribute allows %zu here",
             launch->dynamic_bytes, limit);
@@ -361,7 +363,7 @@ inline void queue_launch(std::shared_ptr<Launch> launch) {
     Lock lock(runtime);
     launch->stream = stream_of(launch->stream);
     launched = launch.get(); // named by reports
-    check_launch(launched);
+    check_launch(launch.get());
     launch->check(0);
     launched = nullptr;
     enqueue(launch->stream, [launch] {
@@ -608,7 +610,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     finish_stream(stream);
     return cudaSuccess;
 }
-EMU_CUDA(cudaStreamDestroy(cudaStream_t stream), cudaStreamSynchronize(stream))
+EMU_CUDA(cudaStreamDestroy(cudaStream_t), )
 // Each query executes one more operation, so that polling terminates.
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
     Lock lock(runtime);
@@ -654,8 +656,13 @@ inline cudaError_t cudaEventQuery(cudaEvent_t event) {
     return happened ? cudaSuccess : (cudaStreamQuery(event->stream), cudaErrorNotReady);
 }
 inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+    Lock lock(runtime);
+    if (!begin->stream || !end->stream) // never recorded, or in a capture
+        return failed(cudaErrorInvalidResourceHandle);
+    if (cudaEventQuery(begin) || cudaEventQuery(end))
+        return failed(cudaErrorNotReady);
     *milliseconds = (float)((end->seconds - begin->seconds) * 1e3);
-    return cudaEventQuery(begin) || cudaEventQuery(end) ? cudaErrorNotReady : cudaSuccess;
+    return cudaSuccess;
 }
 // If the event's stream is being captured, the waiting stream joins the capture.
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {

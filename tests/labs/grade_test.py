@@ -86,7 +86,7 @@ def flags_of(page):
 
 def test_whole(names):
     status, said, rows, pages = grade(names)
-    same("whole/status", 0, status)
+    same("whole/status", int("in_another_place" in names), status)  # whoever has handed in nothing is not graded
     verdict("whole/isolation", "a line Isolation: ...", said, said.startswith("Isolation: "))
     same("whole/rows", len(names), len(rows))
     for name, row in zip(names, rows):
@@ -228,12 +228,14 @@ def test_examined(names):
     for name in names:
         result = grading.new_result(name)
         folder = course.folder()
+        results.append(result)
         given = grading.take(course, result, os.path.join(MADE, "given", name), folder)
+        if not given:
+            continue
         grading.examine(course, result, given, folder)
         grading.check_jobs(course, result)
         if needs_a_run(name):
             grading.begin_again(course, result, folder)
-        results.append(result)
     grading.compare(results)
     for result in results:
         judge(result.student, result.flags)
@@ -255,11 +257,14 @@ def test_refused():
     folder, no_bwrap = os.path.join(MADE, "given", "anna"), f"{MADE}/no_bwrap/bwrap"
     submissions.save(no_bwrap, "#!/bin/sh\nexit 1\n")
     os.chmod(no_bwrap, 0o755)
+    submissions.save(f"{MADE}/of_lab_0/gradebook.csv", f"{','.join(gradebook.COLUMNS)}\nanna,0,10,10,,,\n")
     for name, words, wanted in (
             ("no_folder", ["--lab", "0", "nowhere"], "nowhere: expected a folder or an archive"),
             ("no_bubblewrap", ["--lab", "0", folder], "add --isolation limits"),
             ("same_name", ["--lab", "0", folder, folder], "a name of its own for each student"),
-            ("no_lab", ["--lab", "x", folder], "there is no such lab"),
+            ("no_lab", ["--lab", "99", folder], "there is no such lab"),
+            ("no_number", ["--lab", "x", folder], "--lab: expected a whole number, found 'x'"),
+            ("two_labs", ["--lab", "1", "--out", f"{MADE}/of_lab_0", folder], "expected a folder for one lab"),
             ("no_program", ["--lab", "0", "--program", "none", folder], "none: expected your build of cnn"),
             ("no_starter", ["--lab", "0", "--starter", folder, folder], "expected a starter"),
             ("no_jobs", ["--lab", "0", "--jobs", f"{folder}/cnn.c", folder], "expected the columns JobIDRaw")):
@@ -280,6 +285,22 @@ class Sandboxed(Plain):
     @staticmethod
     def run(command, read, write, seconds, cwd=None):
         return sandbox.run(KIND, command, read, write, seconds, cwd)
+
+
+def test_forged():
+    """Results count only if the checker ends as it should and its last line has their sum."""
+    for name, last, status, points in (("both", "lab 0: 3/10 points", 1, 3), ("all", "lab 0: 10/10 points", 0, None),
+                                       ("status", "lab 0: 3/10 points", 2, None),
+                                       ("after", "lab 0: 3/10 points\ncannot write results.json", 1, None)):
+        course, folder = Plain(), os.path.join(MADE, "forged", name)
+        os.makedirs(folder)
+        course.tests = [(3, "a test"), (7, "another")]
+        course.run = lambda command, _read, write, _seconds, end=(last, status): (submissions.save(
+            os.path.join(write, "results.json"), '{"tests": [{"score": 3, "status": "passed"}, {"score": 0}]}'),
+            grading.SimpleNamespace(status=end[1], stopped="", left=0, said=end[0]))[1]
+        result = grading.new_result("mallory", course.tests)
+        grading.check(course, result, folder, folder)
+        same(f"forged/{name}", (points, points is None), (result.points, bool(result.flags)))
 
 
 def test_broken_tools():
@@ -336,6 +357,7 @@ def main():
     test_refusals()
     test_refused()
     test_examined(every)
+    test_forged()
     test_broken_tools()
     for number in (signal.SIGHUP,) if QUICK else (signal.SIGHUP, signal.SIGTERM):
         test_ended(number)

@@ -585,7 +585,7 @@ def script_as_name(student):
     save(student.path("runs/report.md"), markup)
 
 
-@bad(("files", "in_another_place", "expected cnn.c, labs or runs in it"))
+@bad(("files", "in_another_place", "expected cnn.c, cnn_kernels.cu, labs or runs"))
 def in_another_place(student):
     student.run()
     os.rename(student.path("runs"), student.path("results"))

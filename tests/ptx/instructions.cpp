@@ -333,6 +333,9 @@ template <bool DOWN> static void shuffle(Warp &w, const Inst &in) {
         const int from = !valid ? i : DOWN ? i + b : i ^ b;
         if (w.active(i) && !w.active(from))
             fault(w, in, i, FAILURE, "shfl reads lane %d, which does not take part", from);
+        if (w.active(i) && !(w.reg<u32>(in.o[5])[i] >> i & w.reg<u32>(in.o[5])[i] >> from & 1))
+            fault(w, in, i, FAILURE, "shfl by lane %d, from lane %d: its mask is %#x", i, from,
+                  w.reg<u32>(in.o[5])[i]);
         got[i] = w.reg<u32>(in.o[2])[from];
         if (w.active(i))
             w.reg<u32>(in.o[1])[i] = valid ? YES : NO;

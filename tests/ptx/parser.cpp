@@ -307,6 +307,8 @@ struct Parser {
                 for (const std::string &one : split(element, '|'))
                     flat.push_back(one);
         const Operation *found = find_operation(op);
+        if (found && found->operands.size() != flat.size()) // another form of it
+            found = nullptr;
         in.run = found ? found->run : unknown;
         in.of = found ? found->of : CONTROL;
         in.kind = found ? found->kind : PLAIN;

@@ -88,6 +88,7 @@ typedef std::function<void()> Action;
 struct CUevent_st {
     double seconds = -1;
     struct CUstream_st *stream = nullptr;
+    size_t position = 0; // complete when so many actions of the stream are
 };
 struct CUgraph_st {
     std::vector<Action> actions;
@@ -97,12 +98,14 @@ struct CUstream_st {
     bool capturing = false;
     std::vector<Action> recorded;
     std::deque<Action> queue;
+    size_t finished = 0;
 };
 static std::set<CUstream_st *> streams;
 static size_t graphs;
 
-static void finish(CUstream_st *s) {
-    while (!s->queue.empty()) {
+static void finish(CUstream_st *s, size_t position = SIZE_MAX) {
+    while (!s->queue.empty() && s->finished < position) {
+        s->finished++;
         const Action action = std::move(s->queue.front());
         s->queue.pop_front();
         if (!sticky)
@@ -360,13 +363,14 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
     ENTER();
     e->stream = s;
     e->seconds = -1; // until the stream gets there
+    e->position = s->finished + s->queue.size() + 1;
     queue(s, [e] { e->seconds = now(); });
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     ENTER();
     if (e->stream)
-        finish(e->stream);
+        finish(e->stream, e->position);
     return outcome();
 }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {

@@ -109,7 +109,7 @@ static void end_lanes(Warp &w, Group &g) {
 
 // Whether all lanes are here that a barrier, or an instruction of the whole warp, needs
 static bool complete(const Warp &w, const Inst &in) {
-    u32 needed = w.live;
+    u32 needed = in.kind == COLLECTIVE ? (u32)EVERY_LANE : w.live;
     if (in.kind == SHUFFLE && w.mask)
         needed &= w.reg<u32>(in.o[5])[first(w.mask)];
     if ((w.mask & needed) == needed)
@@ -227,6 +227,7 @@ static void begin_block(Block &b, u64 number) {
     b.now = {};
     b.now.launch = launch_number;
     b.now.block = number % MANY_BLOCKS;
+    std::fill_n(b.shared.begin(), b.shared_bytes, (char)-1);
     for (Warp &w : b.warps) {
         const u32 left = b.threads - (u32)w.index * WARP;
         w.live = w.all = left >= WARP ? EVERY_LANE : (1u << left) - 1;
