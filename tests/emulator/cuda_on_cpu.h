@@ -7,8 +7,8 @@
              -include tests/emulator/cuda_on_cpu.h -x c++ -c - -o kernels.o
 
    Only one object file of a program may be made this way. Results are real, times mean nothing.
-   With -fsanitize=alignment -fsanitize-undefined-trap-on-error, a float4 at an address that is no
-   multiple of 16 is reported, which a GPU refuses and a CPU does not.
+   With g++'s -fsanitize=alignment -fsanitize-undefined-trap-on-error, a float4 at an address that
+   is no multiple of 16 is reported, which a GPU refuses and a CPU does not.
 
    What a GPU does in parallel is done here sequentially. The threads of a block are coroutines: one
    runs until it has to wait for others, at a barrier or in a warp operation. Blocks are spread over
@@ -48,7 +48,8 @@
    Restrictions on kernels: one __shared__ array per declaration; template arguments written out at
    a launch, and no >>>( elsewhere; every _sync operation executed by all lanes of its mask; no
    waiting for another block; integer atomics only; half and bfloat16 only converted; inline PTX
-   only where CUDA_ON_CPU is not defined. Of CUDA's functions only those that are used are here. */
+   only where CUDA_ON_CPU is not defined. Of CUDA's functions there are those that the kernels use,
+   and some that students may use. */
 
 #pragma once
 #include <math.h>

@@ -8,15 +8,15 @@
 namespace emu {
 /* ==== 1. Memory =============================================================================== */
 
-#define EMU_ERRORS(X)                                          \
-    X(cudaSuccess, "no error")                                 \
-    X(cudaErrorInvalidValue, "invalid argument")               \
-    X(cudaErrorMemoryAllocation, "out of memory")              \
-    X(cudaErrorNoDevice, "no CUDA-capable device is detected") \
-    X(cudaErrorInvalidDevice, "invalid device ordinal")        \
-    X(cudaErrorNotReady, "device not ready")                   \
+#define EMU_ERRORS(X)                                            \
+    X(cudaSuccess, "no error")                                   \
+    X(cudaErrorInvalidValue, "invalid argument")                 \
+    X(cudaErrorMemoryAllocation, "out of memory")                \
+    X(cudaErrorNoDevice, "no CUDA-capable device is detected")   \
+    X(cudaErrorInvalidDevice, "invalid device ordinal")          \
+    X(cudaErrorNotReady, "device not ready")                     \
     X(cudaErrorInvalidResourceHandle, "invalid resource handle") \
-    X(cudaErrorUnknown, "unknown error")                       \
+    X(cudaErrorUnknown, "unknown error")                         \
     X(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")
 #define EMU_ERROR(NAME, TEXT) NAME,
 #define EMU_ERROR_NAME(NAME, TEXT) #NAME,

@@ -527,6 +527,8 @@ __global__ void all_add(int *a, bool atomic) {
     } else if (threadIdx.x == 0) {
         *a += 1;
     }
+    __syncthreads(); // orders the threads of a block only
+    __syncwarp();
 }
 static void race_between_blocks(bool mended) {
     Both<int> a(1);

@@ -76,7 +76,7 @@ test_kernels() {
     checked address address QUICK=1 all
 }
 
-# The race detector: clang's is four times as fast as gcc's, and finds the same.
+# The race detector: clang's is four times as fast as gcc's, and finds more.
 choose_tsan() {
     local options=(-O1 -g -fsanitize=thread)
     tsan=("$cxx" "${options[@]}")

@@ -123,7 +123,7 @@ static inline void touch(const Warp &w, const Inst &in, int lane, Record &r, Acc
     if (race(written, mine) || (!reads && race(read, mine)) ||
         (written.thread == IN_FLIGHT && same_block(written, mine)))
         report_race(w, in, lane, written, read, mine, reads, memory);
-    const Access now = reads ? joined(read, mine) : mine;
+    Access now = reads ? joined(read, mine) : mine;
     __atomic_store(reads ? &r.read : &r.written, &now, __ATOMIC_RELAXED);
 }
 

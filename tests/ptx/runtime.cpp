@@ -119,6 +119,10 @@ static void finish_all(void) {
 }
 
 static void queue(cudaStream_t s, Action action, bool at_once = false) {
+    if (!s) {
+        fprintf(stderr, "ptx: the null stream is not known\n");
+        exit(3);
+    }
     if (s->capturing) {
         s->recorded.push_back(std::move(action));
         return;
