@@ -485,7 +485,7 @@ static void test_counts(int change) {
                 "a lane needs 4 of A, two neighbors each, and 4 of B");
         at_most(&c, BYTES_READ, "bytes read there", c.n[MMA] * 32 * 24, "8 numbers of A, 4 of B");
         at_most(&c, WRITES, "writes of global memory", (long)c.s.m * c.s.n / 2,
-                "the sums stay in registers until the end");
+                "the sums stay in registers until the end, and store_sums() stores two at a time");
     }
     if (change >= 2)
         check_tiles(&c);

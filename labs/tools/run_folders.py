@@ -519,7 +519,8 @@ def check_comparable(runs, free=frozenset()):
     if len(hosts) > 1:
         print(f"Note: hosts differ: {', '.join(hosts)}")
     if any(is_dirty(run) for run in runs):
-        print("Note: built from sources with uncommitted changes, which cannot be reproduced")
+        print("Note: built from sources that are not committed, which cannot be reproduced: commit them (git init "
+              "first if there is no repository), and run make")
 
 
 def is_dirty(run):
