@@ -5569,7 +5569,8 @@ static const Option *find_option(const char *word) {
 }
 
 // Parses an option and its value, "--name=value" or "--name value", where the value is the next
-// word (NULL after the last word). Returns how many words it used. A switch may omit its value.
+// word (NULL after the last word). Returns how many words it used. A switch may omit its value; any
+// other option without one, with an empty one, or followed by the next option is an error.
 static size_t parse_option(Settings *s, const char *word, const char *next) {
     const Option *o = find_option(word);
     const char *equals = strchr(word, '=');
