@@ -45,7 +45,7 @@ static EMU_UNCOUNTED void lab_observe(int kind, const void *, long) {
     if (at.x || at.y || at.z)
         return;
     const unsigned thread = emu::self->number;
-    const long epoch = emu::block->barrier.number;
+    const long epoch = emu::block->barrier->number;
     lab_seen.first = lab_seen.first < 0 ? epoch : lab_seen.first;
     lab_seen.last = std::max(lab_seen.last, epoch);
     if (lab_seen.epoch[thread] != epoch)

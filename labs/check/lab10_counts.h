@@ -76,7 +76,7 @@ static EMU_UNCOUNTED void begin_access(void) {
         bytes += (long)array.bytes;
     counts.shared_bytes = std::max(counts.shared_bytes, bytes);
     if (emu::block->index.x == 0 && emu::block->index.y == 0)
-        counts.barriers = std::max(counts.barriers, (long)emu::block->barrier.number);
+        counts.barriers = std::max(counts.barriers, (long)emu::block->barrier->number);
 }
 
 // One lane's part of a request.
@@ -93,7 +93,7 @@ static EMU_UNCOUNTED void add_request(const void *address, long bytes) {
 
 static EMU_UNCOUNTED void use(const void *address, long bytes, bool writes, const char *what) {
     const int thread = (int)emu::self->number;
-    const long epoch = emu::block->barrier.number;
+    const long epoch = emu::block->barrier->number;
     for (uintptr_t at = (uintptr_t)address / 2; at < ((uintptr_t)address + bytes + 1) / 2; at++) {
         Use &u = uses[at];
         if (u.copier >= 0)
@@ -177,7 +177,7 @@ static EMU_UNCOUNTED void cp_async_wait(int pending) {
     const size_t complete = before.size() - emu::self->copies.size();
     for (size_t i = 0; counting && i < complete; i++) {
         for (uintptr_t at = (uintptr_t)before[i].to / 2; at < (uintptr_t)before[i].to / 2 + 8; at++)
-            uses[at] = {emu::block->barrier.number, -1, (int)emu::self->number, -1, -1};
+            uses[at] = {emu::block->barrier->number, -1, (int)emu::self->number, -1, -1};
         bytes_ahead -= before[i].bytes;
     }
 }
