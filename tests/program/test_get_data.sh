@@ -208,7 +208,7 @@ stand_in md5 "[ \"\$1\" = -q ] && $(command -v md5sum) | cut -c 1-32" # macOS's
 rm -rf "$data" && mkdir -p "$data"
 get "http://127.0.0.1:$port/ok" one
 same md5 "0 whole" "$status $(left)"
-stand_in tar 'touch "$4/half" && exit 1' # on a full disk
+stand_in tar "touch \"\$4/half\" && exit 1" # on a full disk
 rm -rf "$data"
 get "http://127.0.0.1:$port/ok" cifar10
 same no_space "1 1 cifar10/c.tar.gz" "$status $(grep -c 'c.tar.gz could not be unpacked: is the disk or the quota full' \
