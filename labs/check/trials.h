@@ -160,10 +160,10 @@ static void run_trial(void (*job)(void)) {
     if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
         wrong("the kernels do not end within %d s: an endless loop?", PATIENCE_S);
     if (WIFSIGNALED(status))
-        wrong("the process of the kernels was ended by signal %d%s; see above", WTERMSIG(status),
+        wrong("the process of the kernels was ended by signal %d%s; see below", WTERMSIG(status),
               why_ended);
     if (!shared->finished)
-        wrong("the process of the kernels has ended before they were done%s; see above", why_ended);
+        wrong("the process of the kernels has ended before they were done%s; see below", why_ended);
     for (size_t i = 0; i < array_count; i++)
         check_guards(&arrays[i]);
 }
