@@ -371,9 +371,8 @@ static void check_numbers(void) {
                     WRONG("number %zu of rank %zu is the sum of the numbers %zu: parts are "
                           "exchanged",
                           i - whole.first, r, k);
-            WRONG("number %zu of rank %zu is %g, expected the sum, %g; does each rank receive the "
-                  "part "
-                  "that its left neighbor sends?",
+            WRONG("number %zu of rank %zu is %g, expected the sum, %g; does each rank receive "
+                  "the part that its left neighbor sends?",
                   i - whole.first, r, (double)got[i], (double)want);
         }
     }

@@ -111,8 +111,8 @@ def environment(write, kind):
     path = [os.path.dirname(compiler()), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin",
             os.path.dirname(sys.executable)]  # the checker needs some python3
     return {"PATH": ":".join(path), "HOME": "/tmp", "TMPDIR": write if kind == "limits" else "/tmp",
-            "LC_ALL": "C.UTF-8", "CC": compiler(), "CCACHE_DISABLE": "1", "NO_CUDA": "1", "NO_MPI": "1", "DEVICE": "emulator",
-            "OPENBLAS_NUM_THREADS": "1",
+            "LC_ALL": "C.UTF-8", "CC": compiler(), "CCACHE_DISABLE": "1", "NO_CUDA": "1", "NO_MPI": "1",
+            "DEVICE": "emulator", "OPENBLAS_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": "/tmp"}
 
 

@@ -293,11 +293,16 @@ def test_forged():
                                        ("status", "lab 0: 3/10 points", 2, None),
                                        ("after", "lab 0: 3/10 points\ncannot write results.json", 1, None)):
         course, folder = Plain(), os.path.join(MADE, "forged", name)
+        done = grading.SimpleNamespace(status=status, stopped="", left=0, said=last)
         os.makedirs(folder)
         course.tests = [(3, "a test"), (7, "another")]
-        course.run = lambda command, _read, write, _seconds, end=(last, status): (submissions.save(
-            os.path.join(write, "results.json"), '{"tests": [{"score": 3, "status": "passed"}, {"score": 0}]}'),
-            grading.SimpleNamespace(status=end[1], stopped="", left=0, said=end[0]))[1]
+
+        def run(_command, _read, write, _seconds, ended=done):
+            submissions.save(os.path.join(write, "results.json"),
+                             '{"tests": [{"score": 3, "status": "passed"}, {"score": 0}]}')
+            return ended
+
+        course.run = run
         result = grading.new_result("mallory", course.tests)
         grading.check(course, result, folder, folder)
         same(f"forged/{name}", (points, points is None), (result.points, bool(result.flags)))

@@ -83,7 +83,8 @@ if len(template) != len(report):
     print(f"expected {len(template)} sections, found {len(report)}")
 END
 test_questions() {
-    same questions "" "$(python3 "$tmp/questions.py" "$repo/labs/tools/report_template.md" "$notebooks/timing_study.ipynb" 2>&1)"
+    same questions "" "$(python3 "$tmp/questions.py" "$repo/labs/tools/report_template.md" \
+        "$notebooks/timing_study.ipynb" 2>&1)"
 }
 
 # ---- As they run
