@@ -364,38 +364,39 @@ processes() {
 no_process() { [ -z "$(processes "$1")" ]; }
 
 # programs FOLDER: those that write their run there. signal_program SIGNAL FOLDER: sends them the signal
-programs() { processes "^[^ ]*cnn .*--out $1 "; }
+programs() { processes "^(/bin/sh )?[^ ]*cnn .*--out $1 "; }
 signal_program() { programs "$2" | xargs -r kill "-$1"; }
 # shellcheck disable=SC2317 # until_true calls it
 sampled() { ! command -v python3 >/dev/null || [ "$(wc -l <"$1")" -ge 2 ]; } 2>/dev/null
 
 # requeued NAME SCRIPT SBATCH_OPTIONS...: submits SCRIPT with the options in `long`, lets it be queued again while it
-# trains, and waits until it has resumed. Fails when it cannot be paused in training. Training takes two seconds, so the
-# program is paused until Slurm has delivered the signal, until the job is queued again, and until the monitors have a
-# sample. While the program runs, nothing here asks Slurm, whose answer may take longer than the training.
+# trains, and waits until it has resumed. Fails when it cannot be paused in training. Training takes two seconds, so
+# the program waits before it starts until the monitor has a sample, and while Slurm delivers the signal and queues the
+# job again. While the program runs, nothing here asks Slurm, whose answer may take longer than the training.
 requeued() {
-    # shellcheck disable=SC2317 # until_true calls it
-    trains() { grep -qs '^1,40,' "$folder/steps.csv"; }
+    # shellcheck disable=SC2317 # until_true calls it. CONT every time: a rank may stop later than the others.
+    trains() { signal_program CONT "$folder"; grep -qs '^1,40,' "$folder/steps.csv"; }
     # shellcheck disable=SC2317
     restarted() { scontrol -o show job "$job" | grep -q ' Restarts=[1-9]'; }
-    local folder
-    CNN=./cnn submit "${@:3}" slurm/"$2".sb "${long[@]}" --no-cuda
+    # shellcheck disable=SC2317
+    resumes() { signal_program CONT "$folder"; logged "$1" '^Resuming from'; }
+    local folder paused
+    CNN=$tmp/waits/cnn submit "${@:3}" slurm/"$2".sb "${long[@]}" --no-cuda
     folder=runs/$2-$job
+    until_true sampled "$folder/monitor.csv"
     WAIT_S=100 until_true trains || return
     signal_program STOP "$folder"
     [ -n "$(programs "$folder")" ] && ! grep -qs '^12,' "$folder/epochs.csv" || return
-    until_true sampled "$folder/monitor.csv"
     scancel --batch --signal=USR1 "$job"
     holds "requeue/$1/signalled" "the signal" "none" until_true test -e "$folder/signalled"
     signal_program CONT "$folder"
     until_true test "$folder/checkpoint.safetensors" -nt "$folder/signalled" # it has saved
     signal_program STOP "$folder"
+    paused=$(programs "$folder")
     holds "requeue/$1/restarted" "queued again" "$(tail -n 5 "$2-$job.out")" until_true restarted
-    signal_program CONT "$folder"
-    until_true logged "$2-$job.out" '^Resuming from'
-    signal_program STOP "$folder"
+    xargs -r kill -CONT <<<"$paused" 2>/dev/null # Slurm may have ended them
     until_true sampled "$folder/monitor-1.csv"
-    signal_program CONT "$folder"
+    until_true resumes "$2-$job.out"
     return 0
 }
 
@@ -403,6 +404,9 @@ requeued() {
 # ends with the bits of one that was not disturbed.
 test_requeue() {
     local name script options world attempt long=("${tiny[@]}" --limit-train 2000 --batch-size 4 --epochs 12 --log-interval 20 --threads 1)
+    mkdir "$tmp/waits"
+    printf '%s\n' '#!/bin/sh' 'kill -STOP $$' 'exec ./cnn "$@"' >"$tmp/waits/cnn"
+    chmod +x "$tmp/waits/cnn"
     while read -r name script options; do
         [ "$name" != multinode ] || can_train_over_mpi requeue/multinode || continue
         # Rarely (once in some hundred jobs), Slurm's PMIx does not get the ranks through MPI_Init: then once more.
