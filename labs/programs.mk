@@ -3,6 +3,8 @@
 # The programs of the labs run on a device, or in the emulator: with EMULATE=1, or where there is no nvcc.
 lab_program = build/$(if $(and $(1),$(if $(VIRTUAL),,yes)),,emu_)$(2)
 
+WITHOUT_GPU = || { $(if $(GPUS_HERE),,echo "no NVIDIA GPU was found here; make $@ EMULATE=1 runs in the emulator" >&2;) exit 1; }
+
 # Lab 4: from which batch size on is a GPU faster? LARGEST: the largest batch size
 LAB_HOST = $(BUILD) $(DEFINES) -Wno-unused-function $<
 build/crossover: labs/lab04/crossover.c $(SOURCE) $(KERNELS) build/settings build/link_settings
@@ -11,7 +13,7 @@ build/emu_crossover: labs/lab04/crossover.c $(SOURCE) build/emu_kernels.o build/
 	$(LAB_HOST) build/emu_kernels.o -o $@ -lstdc++ $(LIBS)
 crossover: $(call lab_program,$(KERNELS),crossover)
 	@mkdir -p runs
-	@$< runs/lab04-crossover.csv $(LARGEST)
+	@$< runs/lab04-crossover.csv $(LARGEST) $(WITHOUT_GPU)
 
 # A file of kernels of its own, in the emulator, which counts what each kernel reads and writes
 define COUNT_KERNELS
@@ -27,7 +29,7 @@ build/emu_convolution: labs/lab05/conv.cu $(EMULATOR) build/emu_settings
 	$(COUNT_KERNELS)
 convolution: $(call lab_program,$(HAVE_CUDA),convolution)
 	@mkdir -p runs
-	@$< runs/lab05-convolution.csv $(IMAGES)
+	@$< runs/lab05-convolution.csv $(IMAGES) $(WITHOUT_GPU)
 
 # Lab 6: how much of the loading and copying in a trace is hidden behind the device's work; overlap.txt beside it
 TRACE = runs/lab06/trace.json
@@ -44,7 +46,7 @@ build/emu_matmul: labs/lab10/matmul.cu labs/check/lab10_counts.h $(EMULATOR) bui
 build/emu_matmul: COUNTING = -O1 -fsanitize=thread -DCUEMU_COUNT -include labs/check/lab10_counts.h
 matmul: $(call lab_program,$(HAVE_CUDA),matmul)
 	@mkdir -p runs
-	@CUEMU_CORES=1 $< runs/lab10-matmul.csv $(SIZE)
+	@CUEMU_CORES=1 $< runs/lab10-matmul.csv $(SIZE) $(WITHOUT_GPU)
 
 # One block of a kernel as it ran in the emulator, as a page; `labs/tools/see.py --help` describes the variables.
 BLOCK  = 0

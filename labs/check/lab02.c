@@ -17,7 +17,8 @@ enum { OUTPUTS = IMAGES * OUT_SIZE * OUT_SIZE * CHANNELS_OUT };
 
 void part(Work w); // conv2d_forward_naive()
 
-// The accesses of each instruction to an array. `apart`: numbers between the last two of them.
+// The accesses of each instruction to an array. `adjacent`: to the number next to the one before, in
+// either direction. `apart`: numbers between two accesses that are not adjacent.
 typedef struct Watched {
     const char *name;
     const real *array;
@@ -50,8 +51,10 @@ static void access_at(Watched *w, const void *address, const void *site) {
     w->sites += i == w->sites;
     w->accesses++;
     if (w->site[i] == site) {
-        w->adjacent += number - w->last[i] == 1;
-        w->apart = number - w->last[i] == 1 ? w->apart : number - w->last[i];
+        const ptrdiff_t apart = number - w->last[i];
+        const bool adjacent = apart == 1 || apart == -1;
+        w->adjacent += adjacent;
+        w->apart = adjacent ? w->apart : apart;
     }
     w->site[i] = site;
     w->last[i] = number;
@@ -120,7 +123,7 @@ static void check_order(const Watched *w, size_t least) {
               "and each "
               "output is written, with plain loops",
               w->name, w->accesses, least);
-    if (10 * w->adjacent < 9 * w->accesses)
+    if (2 * w->adjacent < w->accesses)
         wrong("of %zu accesses to %s only %zu are to the number next to the one before; others are "
               "%td numbers "
               "apart: the innermost loop runs over the %s. It has to run over the output channels, "

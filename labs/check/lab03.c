@@ -86,7 +86,7 @@ static Shared *const shared = SHARED_MEMORY;
 /* ---- What observe() sees --------------------------------------------------------------------- */
 
 enum { IMAGES = 103, PIXELS = 8, MAX_EPOCHS = 120 };
-static int patience_s = 6; // 2 after a deadlock in an earlier test
+static int patience_s = 6; // PATIENCE_S of lab03.sh, after a deadlock in an earlier test
 
 typedef enum { ELSEWHERE, IN_START, IN_NEXT, IN_FREE } Whereabouts;
 

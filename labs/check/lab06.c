@@ -360,7 +360,7 @@ typedef struct Span {
 } Span;
 double overlap(const Span *a, size_t a_count, const Span *b, size_t b_count); // overlap.c
 
-enum { MOST_SPANS = 40, LINE = 120 };
+enum { MOST_SPANS = 40, LINE = 120, UNITS = 4 };
 static struct {
     Span spans[2][MOST_SPANS];
     size_t counts[2];
@@ -381,10 +381,14 @@ static const char *spans_text(size_t k) {
     return texts[k];
 }
 
-// Spans end at whole numbers, so that time can be counted on a line of LINE units.
+static Span span(size_t begin, size_t end) {
+    return (Span){(double)begin / UNITS, (double)end / UNITS};
+}
+
+// Spans end at multiples of 1 / UNITS, so that time can be counted on a line of LINE units.
 static void check_overlap(void) {
     char running[2][LINE] = {{0}};
-    size_t want = 0;
+    double want = 0;
     if (!times.result)
         times.result = shared_memory(sizeof *times.result);
     *times.result = NAN;
@@ -393,12 +397,12 @@ static void check_overlap(void) {
     run_trial(overlap_job);
     for (size_t k = 0; k < 2; k++)
         for (size_t i = 0; i < times.counts[k]; i++)
-            for (size_t t = (size_t)times.spans[k][i].begin; t < (size_t)times.spans[k][i].end; t++)
-                running[k][t] = 1;
+            for (double t = times.spans[k][i].begin * UNITS; t < times.spans[k][i].end * UNITS; t++)
+                running[k][(size_t)t] = 1;
     for (size_t t = 0; t < LINE; t++)
-        want += running[0][t] && running[1][t];
-    if (!(fabs(*times.result - (double)want) < 1e-6))
-        wrong("a:%s; b:%s: overlap() is %g, expected %zu", spans_text(0), spans_text(1),
+        want += running[0][t] && running[1][t] ? 1.0 / UNITS : 0;
+    if (!(fabs(*times.result - want) < 1e-6))
+        wrong("a:%s; b:%s: overlap() is %g, expected %g", spans_text(0), spans_text(1),
               *times.result, want);
 }
 
@@ -407,14 +411,14 @@ static void set_spans(size_t k, size_t count, size_t longest, bool apart) {
     times.counts[k] = count;
     for (size_t i = 0; i < count; i++) {
         const size_t begin = apart ? at : draw(0, LINE - longest - 1), length = draw(1, longest);
-        times.spans[k][i] = (Span){(double)begin, (double)(begin + length)};
+        times.spans[k][i] = span(begin, begin + length);
         at = begin + length + draw(0, 4);
     }
 }
 
 static void test_overlap(void) {
-    times.spans[0][0] = (Span){2, 5};
-    times.spans[1][0] = (Span){3, 9};
+    times.spans[0][0] = span(2, 5);
+    times.spans[1][0] = span(3, 9);
     times.counts[0] = times.counts[1] = 1;
     check_overlap();
     for (size_t i = 0; i < 12; i++) { // in order, none overlaps another of its list

@@ -19,6 +19,6 @@ while read -r run; do
     found=yes
 done < <(find -L runs -path "runs/$name*" -name run.json 2>/dev/null | sort)
 if [ -z "$found" ]; then
-    echo "make report LAB=$lab: there is no run folder runs/$name...; labs/$name/README.md has the commands" >&2
+    echo "make report LAB=$lab: there is no run folder runs/$name...; labs/$name/README.md says what to run and what to hand in" >&2
     exit 2
 fi

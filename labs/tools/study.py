@@ -466,7 +466,7 @@ def print_ablation(rows, runs, skipped):
     print(", ".join([first["device"], *(f"driver {first['driver']}",) * bool(first["driver"]), first["date"],
                      f"commit {first['commit']}"]))
     if first["emulated"]:
-        print("Emulated: every rung runs; a virtual GPU shows no speed, and two steps no accuracy.")
+        print("Emulated: every rung runs; a virtual GPU shows no speed, and a few steps no accuracy.")
     heads = {"rung": "rung", "img_per_s": "img/s", "times_first": "x first", "times_previous": "x previous",
              "accuracy": "accuracy %", "accuracy_sd": "sd", "options": "adds"}
     print_columns([list(heads.values())] + [[
@@ -481,7 +481,7 @@ def ablation(args):
     where, program = find_device(args)
     device = "cpu" if where == "cpu" else "single"
     if where == "emulated":
-        print("Emulated: two steps on each rung, with one seed")
+        print("Emulated: one or two steps on each rung, with one seed")
         args.epochs, args.limit, args.batches, args.repeats = 1, 4, [2], 1
     elif args.epochs < 2:
         fail("--epochs", "2 or more, since the first is not counted", args.epochs, "give a larger number")

@@ -472,6 +472,7 @@ no_answers() {
         find "$tmp/bare$n" -type f -exec cat {} + | tr -d ' \t' >"$tmp/text$n"
         same "starter$n-has-no-answers" "" "$(grep -aF -f "$tmp/answers$n" "$tmp/text$n" | head -n 3)"
     done
+    same stubs-have-text "" "$(find "$repo/labs/stubs" -type f -empty)"
     holds answers-are-found "answers of lab 1 in cnn.c" "none" \
         grep -qF -f "$tmp/answers1" <(tr -d ' \t' <"$repo/cnn.c")
 }
