@@ -2,7 +2,7 @@
 # Submits the job scripts of slurm/ to a real Slurm: a controller and two nodes with four GPUs each, all on
 # this machine, in a temporary folder and in a network of their own. The GPUs are device files that nobody
 # opens; ./cnn-emu plays them, and takes those that Slurm has granted to the job.
-# CNN=PATH: for jobs on the CPU (./cnn); GPU_CNN=PATH: for jobs on GPUs (./cnn-emu).
+# CNN=PATH: for jobs on the CPU (./cnn); GPU_CNN=PATH: for jobs on GPUs (./cnn-emu). QUICK=1: without the studies.
 # Prints `pass slurm/NAME`, `fail slurm/NAME: expected ..., found ...` or `skip slurm/NAME: why`.
 suite=slurm
 PATH=$PATH:/usr/sbin:/sbin
@@ -564,7 +564,11 @@ test_site
 test_mpi
 test_readme
 test_lab08
-test_timing_array
-test_workers_array
-test_scaling
+if [ -n "${QUICK:-}" ]; then
+    skip studies "QUICK=1"
+else
+    test_timing_array
+    test_workers_array
+    test_scaling
+fi
 exit 0
