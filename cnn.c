@@ -1121,7 +1121,7 @@ typedef struct Kernels {
     struct {
         void (*forward)(Work w), (*backward)(Work w);
     } layers[KINDS];
-    // elements of scratch memory that a row needs
+    // elements of scratch memory that a row needs for at most n images
     size_t (*scratch_size)(const Layer *l, const Fusion *fused, size_t n);
     double (*flops)(Work w); // operations that the row's forward and backward execute
     // A GPU multiplies dlogp by the scale and adds the number of losses that are not finite to
@@ -1208,13 +1208,20 @@ static void replace_control_characters(char *text) {
             *c = '?';
 }
 
+static void remove_unfinished(void) {
+    if (unfinished)
+        unlink(unfinished);
+}
+
 // Prints a message as printf() does, and ends the program.
 static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     char line[2 * PATH_SIZE];
     va_list args;
     const bool was_dying = __atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST);
-    if (dying_here) // before_dying() has failed
+    if (dying_here) { // before_dying() has failed
+        remove_unfinished();
         exit_process(status);
+    }
     if (was_dying) // another thread ends the program
         for (;;)
             pause();
@@ -1226,8 +1233,7 @@ static _Noreturn FORMAT(2) void die(int status, const char *format, ...) {
     if (ftrylockfile(stdout) == 0) // if it is locked, another thread is blocked on a full pipe
         fflush(stdout);
     fprintf(stderr, "cnn: error: %s\n", line);
-    if (unfinished)
-        unlink(unfinished);
+    remove_unfinished();
     unlink(lock_file);
     if (before_dying)
         before_dying();
@@ -1290,6 +1296,16 @@ static void *zeroed_alloc(size_t bytes) {
 static _Noreturn void die_no_memory(size_t bytes, const char *what) {
     die(1, "no memory for %s: %.1f MB requested; try a smaller --batch-size or --limit-train", what,
         (double)bytes / 1e6);
+}
+
+// Closes a stream of open_memstream(), of some `bytes`, and returns its text. fclose() may run out of
+// memory and still return 0.
+static char *close_text(FILE *stream, char *const *text, size_t bytes, const char *what) {
+    const bool written = !ferror(stream);
+    const int error = fclose(stream);
+    if (!written || error || !*text)
+        die_no_memory(bytes, what);
+    return *text;
 }
 
 static void *must_alloc(size_t bytes, const char *what) {
@@ -2263,9 +2279,7 @@ static void check_row(const Net *net, size_t i) {
             net->model, i, kinds[l->kind].name);
 }
 
-// Sets the offsets of a row's arrays, for at most max_images. The scratch memory must also suffice
-// for a training batch, which may be smaller: GPU kernels split a product's sum into more parts if
-// there are fewer images.
+// Sets the offsets of a row's arrays, for at most max_images.
 static void plan_row(Net *net, size_t i, size_t max_images) {
     const Layer *l = &net->layers[i];
     const Kernels *k = net->kernels;
@@ -2278,9 +2292,7 @@ static void plan_row(Net *net, size_t i, size_t max_images) {
         plan->output = net->row_plans[l->input].output;
     plan->stats = reserve(&net->stats_size, kinds[l->kind].stats * align_up(l->out.c));
     plan->saved = reserve(&net->saved_bytes, saves ? count : 0);
-    const size_t training_scratch = k->scratch_size(l, &plan->fused, net->max_batch);
-    const size_t largest_scratch = k->scratch_size(l, &plan->fused, max_images);
-    net->scratch_size = max_size(net->scratch_size, max_size(training_scratch, largest_scratch));
+    net->scratch_size = max_size(net->scratch_size, k->scratch_size(l, &plan->fused, max_images));
     net->transposed_size = max_size(net->transposed_size, k->transposed_size(l, max_images));
     plan->prepared =
         reserve(&net->prepared_bytes, CACHE_LINE * ceil_div(k->prepared_bytes(l), CACHE_LINE));
@@ -3286,6 +3298,8 @@ static void read_exactly(DataFile *f, void *to, size_t bytes, size_t offset, siz
     size_t got = fread(to, 1, bytes, f->stream);
     if (got == bytes)
         return;
+    if (ferror(f->stream))
+        die_file("cannot read", f->path);
     if (f->gzip)
         data_close(f); // reports a failure of gzip instead
     DIE_BAD_FILE(f, "truncated: expected %zu bytes, found %zu", expected, offset + got);
@@ -4977,11 +4991,7 @@ static char *make_header(const TensorList *list, const char *metadata) {
         fprintf(h, ",%s", entry);
     }
     fprintf(h, "}");
-    const bool written = !ferror(h);
-    const int error = fclose(h);
-    if (!written || error || !header) // fclose() may run out of memory and still return 0
-        die_no_memory(MAX_HEADER, "a header");
-    return header;
+    return close_text(h, &header, MAX_HEADER, "a header");
 }
 
 // Returns the values of a tensor as the file has them. They are valid until the next call.
@@ -5117,6 +5127,8 @@ static size_t read_header_length(TensorFile *f) {
     if (fstat(fileno(f->stream), &info) != 0)
         die_file("cannot read", f->path);
     const size_t items = fread(&length, sizeof length, 1, f->stream);
+    if (ferror(f->stream))
+        die_file("cannot read", f->path);
     if (items != 1)
         die(1, "%s: expected a safetensors file, found fewer than 8 bytes", f->path);
     if (memcmp(&length, "PK\3\4", 4) == 0 || memcmp(&length, "\x80\2\x8a\n", 4) == 0)
@@ -5241,6 +5253,8 @@ static void read_values(TensorFile *f, const Tensor *t, Net *net) {
             f->path, t->name, f->bytes_read, t->offset);
     f->bytes_read += t->bytes;
     const size_t got = fread(net->staging[0], 1, t->bytes, f->stream);
+    if (ferror(f->stream))
+        die_file("cannot read", f->path);
     if (got != t->bytes)
         die(1, "%s: the file ends within the values of %s", f->path, t->name);
     f->checksum = hash_bytes(f->checksum, net->staging[0], t->bytes);
@@ -5264,7 +5278,10 @@ static void check_checksum(const TensorFile *f) {
     char expected[64];
     snprintf(expected, sizeof expected, CHECKSUM_FORMAT, (unsigned long long)f->checksum);
     if (ours && strcmp(f->metadata + covered_metadata(f), expected) != 0)
-        die(1, "%s: damaged: its checksum does not match; use an older copy", f->path);
+        die(1,
+            "%s: damaged, or written by another version of cnn: its checksum does not match; use "
+            "an older copy",
+            f->path);
 }
 
 /* Reads the network's tensors and, unless optimizer is NULL, the optimizer's state; closes the
@@ -5325,8 +5342,8 @@ static uint64_t hash_weights(Net *net) {
 typedef enum { SWITCH, COUNT, NUMBER, CHOICE, NAME, TEXT } OptionKind;
 
 // Whether a resumed run may have a different value for an option. A value that changes the result
-// must match: checkpoints hold it, and --resume compares it. (--batch-size may change, since
-// --global-batch is compared.)
+// must match: checkpoints hold it, and --resume compares it. (--batch-size, --gpus and --replicas
+// may change, since --global-batch and the number of ranks, devices=N, are compared.)
 typedef enum { MAY_CHANGE, MUST_MATCH } ResumeRule;
 
 typedef struct Option {
@@ -5622,9 +5639,15 @@ static void parse_text(Settings *s, char *text) {
 // Parses the options in a file, which take the place of the argument @FILE.
 static void parse_file(Settings *s, const char *path) {
     const size_t space = TEXT_SIZE - argument_text_used;
+    struct stat info;
     FILE *f = fopen(path, "r");
-    if (!f)
+    if (!f || fstat(fileno(f), &info) != 0)
         die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
+    if (!S_ISREG(info.st_mode)) // a pipe would be empty when the command line is parsed again
+        die(EXIT_USAGE,
+            "@%s: expected a regular file, found a pipe, device or folder; write the options to a "
+            "file",
+            path);
     char *text = argument_text + argument_text_used;
     const size_t length = fread(text, 1, space, f);
     const bool readable = !ferror(f);
@@ -6417,7 +6440,8 @@ static void mark_as_failed(void) {
     write_run_json(marked_run);
 }
 
-// Writes run.json with the status "running". From then on, an error changes it to "failed".
+// Writes run.json with the status "running". From then on, an error changes it to "failed", if it
+// can still be written.
 static void begin_run_json(Run *run) {
     write_run_json(run);
     marked_run = run;
@@ -6507,7 +6531,7 @@ static void remove_result(const Run *run, const char *file) {
 }
 
 // Removes the results that another run left in the folder. A resumed run removes only
-// predictions.csv. With --load, model.safetensors is kept, since --load may name that file.
+// predictions.csv. With --load or --eval, model.safetensors is kept: it may be what is tested.
 static void remove_results(const Run *run) {
     static const char *const reports[] = {"profile.txt", "profile.csv", "layers.csv"};
     remove_result(run, "predictions.csv");
@@ -6515,7 +6539,7 @@ static void remove_results(const Run *run) {
         return;
     for (size_t i = 0; i < LENGTH(reports); i++)
         remove_result(run, reports[i]);
-    if (!*run->settings.load)
+    if (!*run->settings.load && !run->settings.eval)
         remove_result(run, "model.safetensors");
 }
 
@@ -7202,10 +7226,7 @@ static void write_profile(Run *run, int begin, int end) {
     open_in_folder(&csv, run, "profile.csv");
     print_profile(&run->clock, begin, end, out, csv.stream);
     atomic_commit(&csv);
-    const bool written = !ferror(out);
-    const int error = fclose(out);
-    if (!written || error || !profile) // fclose() may run out of memory and still return 0
-        die_no_memory(PATH_SIZE, "the profile");
+    close_text(out, &profile, PATH_SIZE, "the profile");
     fputs(profile, run->recorder.results);
     open_in_folder(&text, run, "profile.txt");
     fputs(profile, text.stream);
@@ -7280,7 +7301,8 @@ static void compare_lines(const char *path, const char *theirs, const char *ours
             path, (int)key_length, ours, found, theirs);
     if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
         die(EXIT_USAGE,
-            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value, or start "
+            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value "
+            "(--gpus, --replicas or mpirun set devices), or start "
             "afresh from its weights with --load",
             path, found, theirs, length, ours);
 }
@@ -7900,7 +7922,7 @@ static void check_memory(const Run *run, double needed, double available, const 
     if (needed > available)
         die(1,
             "not enough memory: %.1f MB needed, %.1f MB available on %s (%s); try a --batch-size "
-            "below %zu, a smaller --test-batch-size or a smaller --model",
+            "below %zu, a smaller --test-batch-size, fewer --workers or a smaller --model",
             needed / 1e6, available / 1e6, where, name, run->settings.batch_size);
 }
 

@@ -1195,7 +1195,7 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
     b.m_step = odd_lines(b.tiles * b.m_pitch);
     b.v = memory;
     b.m = memory + POINTS * b.v_step;
-    b.filters = p->packed + filters_offset(p, column);
+    b.filters = p->packed ? p->packed + filters_offset(p, column) : NULL;
     return b;
 }
 
@@ -2387,13 +2387,13 @@ static Work work_on(Work w, Range images, RandomKey *key) {
     const size_t in = images.first * shape_size(w.l->in);
     const size_t out = images.first * shape_size(w.l->out);
     w.n = images.count;
-    w.in += in;
+    w.in = w.in ? w.in + in : NULL;
     w.din = w.din ? w.din + in : NULL;
     w.residual = w.residual ? w.residual + out : NULL;
     w.dresidual = w.dresidual ? w.dresidual + out : NULL;
-    w.out += out;
+    w.out = w.out ? w.out + out : NULL;
     w.dout = w.dout ? w.dout + out : NULL;
-    w.saved += out;
+    w.saved = w.saved ? w.saved + out : NULL;
     if (w.key) {
         *key = *w.key;
         key->first = position_of(*w.key, images.first);

@@ -408,7 +408,7 @@ what_fits() {
 test_memory() {
     export CUEMU_MEMORY=30000000
     local mnist=(--model mnist --dataset synthetic --limit-train 128 --limit-test 8 --max-steps 1)
-    refused memory 1 "try a --batch-size below 128, a smaller --test-batch-size or a smaller --model" "${mnist[@]}" --batch-size 128
+    refused memory 1 "try a --batch-size below 128, a smaller --test-batch-size, fewer --workers or a smaller --model" "${mnist[@]}" --batch-size 128
     line memory/ledger '^Memory in MB: parameters [0-9.]+, .* together'
     what_fits memory/what_fits "${mnist[@]}"
     what_fits memory/what_fits_copied "${mnist[@]}" --resident off --workers 2

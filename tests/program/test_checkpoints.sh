@@ -233,6 +233,8 @@ test_load() {
         run "${options[@]}" --seed 9 --eval
         same "load/$model/matters" different \
             "$([ "$wanted" = "epoch=0 $(value test_loss) $(value accuracy)" ] || echo different)"
+        run "${options[@]}" --eval --out "$tmp/saved"
+        holds "load/$model/kept" "the model in the folder of --out" "none" test -s "$tmp/saved/model.safetensors"
     done
     python load/order "$tmp/with_optimizer" <<'END'
 import json, struct, sys
@@ -269,7 +271,7 @@ test_load_refuses() {
     run --dataset synthetic --limit-train 4 --limit-test 4 --epochs 1 --save-model
     run "${cifar[@]}" --save-model
     not_loaded missing "No such file" "$tmp/nowhere"
-    not_loaded folder "" "$tmp"
+    not_loaded folder "Is a directory" "$tmp"
     not_loaded other_model \
         '"shape":[6],"data_offsets":[0,24]}, found ""conv1.bias":{"dtype":"F32","shape":[32]' \
         "$PWD/mnist_cnn.safetensors"

@@ -61,6 +61,8 @@ test_idx() {
         bad "truncated_$f" "$f" "$both" "truncate -s -1 $f"
         bad "short_header_$f" "$f" "$both" "truncate -s 5 $f"
         bad "empty_$f" "$f" "$both" ": >$f"
+        make_data && rm "$tmp/idx/$f" && mkdir "$tmp/idx/$f"
+        refused "idx/folder_$f" 1 "cannot read $tmp/idx/$f: Is a directory" --data "$tmp/idx" --dataset mnist
         bad "too_long_$f" "$f" "$both" "echo >>$f"
         bad "no_gz_name_$f" "$f" "$both" "gzip $f && mv $f.gz $f"
         bad "broken_gz_$f" "$f.gz" 'gzip' "gzip $f && truncate -s -9 $f.gz"

@@ -167,7 +167,7 @@ END
 
 test_limits() {
     SLURM_MEM_PER_CPU='' SLURM_MEM_PER_NODE=300 refused memory/slurm 1 "314.6 MB available on this device (cpu); try a --batch-size below \
-4096, a smaller --test-batch-size or a smaller --model" --model mnist --dataset synthetic \
+4096, a smaller --test-batch-size, fewer --workers or a smaller --model" --model mnist --dataset synthetic \
         --batch-size 4096 --limit-train 8192 --epochs 1
     SLURM_MEM_PER_CPU=100 SLURM_CPUS_ON_NODE=3 refused memory/slurm_by_core 1 "314.6 MB available" \
         --model mnist --dataset synthetic --batch-size 4096 --limit-train 8192 --epochs 1
