@@ -114,7 +114,8 @@ for_gpu() {
 # What their parts may call besides the file's functions. The words before ( in C count as calls.
 # shellcheck disable=SC2034 # labs 5 and 10 read it
 in_any_kernel='CHECK CHECK_LAUNCH __syncthreads min max fmaf printf dim3
-    if for while switch return sizeof int unsigned float const static_assert __launch_bounds__ __align__'
+    if for while switch return sizeof int unsigned float const static_assert __launch_bounds__ __align__ alignas
+    bool char short long double void size_t uint8_t uint16_t uint32_t'
 
 # What their main() calls, and the emulator when it counts
 # shellcheck disable=SC2034
@@ -129,7 +130,7 @@ vet_kernel() {
         awk -v id="$1" -v may_call="${may_call//$'\n'/ }" -v words="^($words)$" -v calls="$3" '
         BEGIN { split(may_call, list, " "); for (i in list) may[list[i]] = 1 }
         { text[NR] = $0; sub(/__launch_bounds__ *\([^)]*\)/, "") }
-        match($0, /auto +[*]?[a-z_]+ *=/) { name = substr($0, RSTART + 5, RLENGTH - 6); gsub(/[* ]/, "", name); may[name] = 1 }
+        match($0, /auto +[*]?[A-Za-z_][A-Za-z0-9_]* *=/) { name = substr($0, RSTART + 5, RLENGTH - 6); gsub(/[* ]/, "", name); may[name] = 1 }
         # a definition, whose name may also stand at the beginning of its second line
         /^(static|template|inline|__global__|__device__|void|float|int|[A-Za-z_0-9]+\(|    [a-z_0-9]+\((Conv|Sizes))/ &&
             !/;[ \t]*$/ && match($0, /[A-Za-z_][A-Za-z0-9_]*\(/) { may[substr($0, RSTART, RLENGTH - 1)] = 1 }

@@ -281,6 +281,11 @@ static uint32_t draw_number(void) {
     return (uint32_t)(state >> 33);
 }
 
+// Seeds have 64 bits: one that was cut to 32 is another one.
+static uint64_t draw_large(void) {
+    return (uint64_t)draw_number() << 32 | draw_number();
+}
+
 static uint64_t ring_seed;
 static enum { COUNTS, INTEGERS, ROUNDED } ring_kind;
 
@@ -629,21 +634,21 @@ static void sample(size_t world, size_t images, size_t epoch) {
 static void test_shares(void) {
     for (size_t world = 1; world <= 6; world++)
         for (size_t epoch = 1; epoch <= 3; epoch++) {
-            sampling.seed = draw_number();
+            sampling.seed = draw_large();
             sample(world, world * (5 + draw_number() % 20), epoch);
         }
 }
 
 static void test_remainder(void) {
     static const size_t worlds[] = {2, 3, 5, 8};
-    sampling.seed = draw_number();
+    sampling.seed = draw_large();
     for (size_t w = 0; w < 4; w++)
         for (size_t images = 4 * worlds[w] + 1; images < 5 * worlds[w]; images++)
             sample(worlds[w], images, 1 + images % 2);
 }
 
 static void test_few(void) {
-    sampling.seed = draw_number();
+    sampling.seed = draw_large();
     for (size_t world = 2; world <= MOST_RANKS; world += 3)
         for (size_t images = 1; images < world; images++)
             sample(world, images, 2);
@@ -651,7 +656,7 @@ static void test_few(void) {
 }
 
 static void test_testing(void) {
-    sampling.seed = draw_number();
+    sampling.seed = draw_large();
     for (size_t world = 1; world <= 7; world += 2)
         for (size_t images = 9; images < 12; images++)
             sample(world, images, 0);

@@ -23,6 +23,7 @@ enum Count {
     BYTES_READ,
     WRITES,
     SHARED_READS,
+    LINES,
     COUNTS
 };
 
@@ -422,6 +423,8 @@ static void check_tiles(const Counted *c) {
             "each chunk of a tile is to be read once per block, and a read is to have 16 bytes");
     at_most(c, BYTES_READ, "bytes read there", chunks_of_tiles(c->s) * 16,
             "16 for each chunk of a tile");
+    at_most(c, LINES, "lines of 128 bytes in the reads of warps there", chunks_of_tiles(c->s) / 4,
+            "neighboring threads copy neighbors: 8 chunks of a line are 128 bytes");
     at_most(c, LDMATRIX, "ldmatrix", products(c->s) / 2,
             "a warp needs 2 for A and 2 for B for its 8 mma of 16 values of k");
     at_most(c, SHARED_READS, "reads of shared memory", c->n[LDMATRIX] * 32,
@@ -438,12 +441,17 @@ static void check_no_conflicts(const Counted *c, int stages) {
             "the chunks are to be permuted, and the tiles not to grow");
 }
 
+static void check_copies(const Counted *c) {
+    if (c->n[COPIES] != chunks_of_tiles(c->s))
+        wrong("%s: %ld cp.async, expected %ld, one for each chunk of a tile, and none beyond the "
+              "last step",
+              sizes_text(c->s), c->n[COPIES], chunks_of_tiles(c->s));
+}
+
 static void check_stages(const Counted *c) {
     const long k = steps(c->s);
     const double ahead = (double)(2 * k - 3) / (double)k; // 2 in all steps but the last two
-    if (c->n[COPIES] != chunks_of_tiles(c->s))
-        wrong("%s: %ld cp.async, expected %ld, one for each chunk of a tile", sizes_text(c->s),
-              c->n[COPIES], chunks_of_tiles(c->s));
+    check_copies(c);
     if (c->ahead < .98 * ahead)
         wrong("%s: during the arithmetic of a step the tiles of %.2f later steps are on their way "
               "on average, expected %.2f: start to copy the tiles of two steps later before the "
@@ -491,8 +499,11 @@ static void test_counts(int change) {
         check_tiles(&c);
     if (change >= 3)
         check_no_conflicts(&c, change == 3 ? 1 : 3);
-    if (change == 4)
+    if (change == 4) {
+        const Counted single = count((Sizes){TILE, 2 * TILE, TILE}, change);
+        check_copies(&single); // there is no second step whose tiles could be copied
         check_stages(&c);
+    }
 }
 
 static void test_speed(void) {

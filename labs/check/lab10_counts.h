@@ -6,11 +6,14 @@
                  at a time, so a request whose words collide in a bank takes longer: what it takes
                  more than once is counted. Requests of a warp are its threads' n-th accesses.
      ahead       bytes that cp.async is copying while a warp multiplies
+     lines       of 128 bytes of global memory that a warp's reads of 16 bytes a lane need, cp.async
+                 included: 4 for 32 chunks next to each other
 
    Reported, as the emulator's errors: accesses to shared memory by two threads, one of which
    writes, with no barrier between; and reads of what cp.async has not been waited for. */
 #include <array>
 #include <map>
+#include <set>
 #include <unordered_map>
 
 struct Counts {
@@ -20,6 +23,7 @@ struct Counts {
     long shared_bytes; // of a block, the largest
     long barriers;     // of block (0, 0)
     long accesses[4], bytes[4];
+    long lines;
 };
 
 namespace lab10 {
@@ -37,8 +41,9 @@ struct Use {                      // of two bytes of shared memory
     int writer = -1, reader = -1; // reader -2: several
     int copier = -1;              // whose cp.async is on its way there
 };
-static long block_number, accesses_of[1024], bytes_ahead, arrived[32];
+static long block_number, accesses_of[1024], reads_of[1024], bytes_ahead, arrived[32];
 static std::map<std::array<long, 3>, Request> requests; // of warp, n, bytes
+static std::map<std::array<long, 2>, Request> reads;    // of global memory: of warp, n
 static std::unordered_map<uintptr_t, Use> uses;
 static std::array<const void *, 32> lines[32]; // of each warp's ldmatrix
 
@@ -62,8 +67,10 @@ static EMU_UNCOUNTED void end_block(void) {
     for (const auto &[key, request] : requests)
         counts.conflicts += more_than_once(request.lanes, key[2]);
     requests.clear();
+    reads.clear();
     uses.clear();
     std::fill(accesses_of, accesses_of + 1024, 0);
+    std::fill(reads_of, reads_of + 1024, 0);
     bytes_ahead = 0;
 }
 
@@ -89,6 +96,21 @@ static EMU_UNCOUNTED void add_request(const void *address, long bytes) {
         return;
     counts.conflicts += more_than_once(request.lanes, bytes);
     requests.erase(key);
+}
+
+// One lane's part of a read of 16 bytes from global memory.
+static EMU_UNCOUNTED void add_read(const void *address) {
+    const int thread = (int)emu::self->number;
+    const std::array<long, 2> key = {thread / 32, reads_of[thread]++};
+    Request &request = reads[key];
+    request.lanes[(size_t)thread % 32] = address;
+    if (++request.arrived < 32)
+        return;
+    std::set<uintptr_t> different;
+    for (const void *lane : request.lanes)
+        different.insert((uintptr_t)lane / 128);
+    counts.lines += (long)different.size();
+    reads.erase(key);
 }
 
 static EMU_UNCOUNTED void use(const void *address, long bytes, bool writes, const char *what) {
@@ -120,6 +142,8 @@ static EMU_UNCOUNTED void use(const void *address, long bytes, bool writes, cons
 
 static EMU_UNCOUNTED void observe(int kind, const void *address, long bytes) {
     begin_access();
+    if (kind == emu::GLOBAL_READ && bytes == 16)
+        add_read(address);
     if (kind != emu::SHARED_READ && kind != emu::SHARED_WRITE)
         return;
     add_request(address, bytes);
@@ -164,6 +188,7 @@ static EMU_UNCOUNTED void cp_async(void *to, const void *from, int bytes,
         return;
     begin_access();
     add_request(to, 16);
+    add_read(from);
     use(to, 16, true, "cp.async ");
     for (uintptr_t at = (uintptr_t)to / 2; at < (uintptr_t)to / 2 + 8; at++)
         uses[at].copier = (int)emu::self->number;

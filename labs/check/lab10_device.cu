@@ -53,7 +53,8 @@ double lab_counts(long *counts) {
                         n.accesses[emu::GLOBAL_READ],
                         n.bytes[emu::GLOBAL_READ],
                         n.accesses[emu::GLOBAL_WRITE],
-                        n.accesses[emu::SHARED_READ]};
+                        n.accesses[emu::SHARED_READ],
+                        n.lines};
     memcpy(counts, all, sizeof all);
     return tiles_ahead(n, 2 * TILE * LINE * sizeof(Chunk));
 }

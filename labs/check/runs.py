@@ -451,6 +451,15 @@ def lab7_ladder():
 
 LAB7 = {9: lab7_precisions, 10: lab7_ladder}
 
+
+def worth_timing(run):
+    """The first epoch has the start-up, and a few steps say nothing about times."""
+    images, steps = run.epochs[-1]["images"], run.parallel["iterations"]
+    if len(run.epochs) < 2 or images < 1000 or steps < 5:
+        raise Wrong(f"{run.folder}: expected 2 epochs or more of at least 1000 images and 5 steps, found "
+                    f"{len(run.epochs)} of {images} images and {steps} steps: too few to compare times", run.remedy)
+
+
 # ---- Lab 8
 
 
@@ -467,6 +476,7 @@ def lab8_runs():
         measured(run)
         need(run, "parallel.mode", mode, "this is what the run is to show")
         alike(run, one, {"replicas", "gpus", "parallel", "batch-size", "threads"})
+        worth_timing(run)
         need(run, "settings.threads", one.settings["threads"], "a replica has as many threads as the one device")
     need(dp, "parallel.world", ddp.world, "ddp and dp are compared on as many devices")
     same_losses(one, repeat(one, "mnist"), "in a training by the checker")
@@ -502,6 +512,7 @@ def scaling_complete():
     runs = study_runs("lab09", STUDY)
     for run in runs:
         measured(run)
+        worth_timing(run)
     rows, wrong = scaling_rows(make_rows(runs)), []
     ones = {row["global_batch"] for row in rows if row["devices"] == 1}
     if len(ones) != 1:
@@ -563,7 +574,8 @@ def scaling_repeated():
 
 
 def ladder(study, command, changes, rungs):
-    """[(rung, its runs)]: five seeds each; rung k + 1 differs from rung k in the k-th of `changes` alone."""
+    """[(rung, its runs)]: five seeds each; rung k + 1 differs from rung k in the k-th of `changes` alone, which names
+    one place or several."""
     runs, groups = study_runs(study, command), []
     for run in runs:
         measured(run)
@@ -577,9 +589,9 @@ def ladder(study, command, changes, rungs):
         groups.append((rung, some))
     for (_, before), (rung, after), change in zip(groups, groups[1:], changes):
         found = [place for place, _, _ in differing(before[0], after[0], {"seed", "batch-size"})]
-        if found != [change]:
+        if sorted(found) != sorted(change.split()):
             raise Wrong(f"{after[0].folder} differs from rung {rung.number - 1} in {', '.join(found) or 'nothing'}; "
-                        f"expected: in {change} alone", command)
+                        f"expected: in {' and '.join(change.split())} alone", command)
     return groups
 
 
@@ -606,7 +618,10 @@ def one_core():
 
 def batches():
     rungs = read_rungs(os.path.join(HOME, "slurm/configs/large-batch.txt"), "cpu")
-    groups = ladder("lab09/batches", LARGE, ["settings.global-batch", "settings.lr", "settings.warmup-epochs"], rungs)
+    changes = ["settings.global-batch", "settings.lr", "settings.warmup-epochs", "settings.global-batch settings.lr"]
+    groups = ladder("lab09/batches", LARGE, changes, rungs)
+    for run in (run for _, runs in groups for run in runs):
+        worth_timing(run)
     repeat_two(groups[3][1], [run for _, runs in groups for run in runs])
     ladder_table("runs/lab09/batches", groups, LARGE)
 

@@ -62,12 +62,14 @@ def line_style(i):
 
 def describe(runs):
     """What all runs have in common, for the title."""
-    epochs = runs[0].epochs
+    counts = [", ".join(map(str, sorted(set(numbers)))) for numbers in
+              ((r.epochs[0]["images"] for r in runs), (len(r.epochs) for r in runs))]
+    data = ", ".join(dict.fromkeys(map(name_of_data, runs)))
     models = dict.fromkeys(r.model for r in runs)
     names = (r.machine["cpu" if r.kind == "cpu" else "device"] for r in runs)
     machines = dict.fromkeys(name.split(", sm_")[0] for name in names)
-    return (f"{', '.join(models)}; {name_of_data(runs[0])}, {epochs[0]['images']} images, epochs: "
-            f"{len(epochs)}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
+    return (f"{', '.join(models)}; {data}, {counts[0]} images, epochs: "
+            f"{counts[1]}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
 
 
 def drawable(name):
@@ -119,7 +121,7 @@ def draw_study(runs):
         x = [batches.index(r["global_batch"]) + (i - (len(devices) - 1) / 2) * width for r in group]
         for axis, height, error in zip(axes, ("seconds_mean", "accuracy_mean"), ("ci95", "accuracy_sd")):
             axis.bar(x, [r[height] for r in group], width, capsize=3,
-                     yerr=[r[error] or 0 for r in group] if repeated else None, color=GRAYS[i % 6],
+                     yerr=as_numbers(r[error] for r in group) if repeated else None, color=GRAYS[(i + i // 6) % 6],
                      hatch=HATCHES[i % 6], edgecolor="black", label=device)
         trained = as_numbers(r["train_accuracy_mean"] for r in group)
         axes[1].plot(x, trained, "D", color="black", markerfacecolor="white")
@@ -136,7 +138,8 @@ def draw_study(runs):
     for axis in axes:
         axis.set_xticks(range(len(batches)), batches)
         axis.set_xlabel("images per step, all devices together")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=3, handleheight=1.5)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncol=3, handleheight=1.5,
+                  bbox_to_anchor=(0.5, 0.1))
     figure.subplots_adjust(bottom=0.22, top=0.82)
     return figure
 
@@ -149,7 +152,7 @@ def draw_workers(runs):
     lines = by(workers_rows(runs), lambda row: f"{row['model']}, {row['label']}, global batch {row['global_batch']}")
     for i, (name, group) in enumerate(lines.items()):
         axis.errorbar([row["workers"] for row in group], [row["img_per_s_mean"] for row in group],
-                      [row["ci95"] or 0 for row in group], capsize=3, label=name, **line_style(i))
+                      as_numbers(row["ci95"] for row in group), capsize=3, label=name, **line_style(i))
     axis.set(xlabel="--workers: threads that load images", ylabel="images per second, mean and 95 % interval",
              xticks=sorted({r.settings["workers"] for r in runs}), ylim=(0, None))
     axis.legend()
@@ -220,7 +223,10 @@ def draw_scaling(runs):
                    lambda r: f"{r['model']}, {r['device']}, {batch[0]} {r[batch[1]]}")
         for i, (name, group) in enumerate(lines.items()):
             if len(group) > 1:
-                error = [r["speedup"] * (r["ci95"] or 0) / max(r["seconds_mean"], 1e-9) for r in group]
+                seconds = np.maximum([r["seconds_mean"] for r in group], 1e-9)
+                relative = np.array(as_numbers(r["ci95"] for r in group)) / seconds
+                error = [r["speedup"] * np.hypot(part, relative[0]) if r["devices"] > 1 else np.nan
+                         for r, part in zip(group, relative)]  # of a ratio: both times vary
                 axis.errorbar([r["devices"] for r in group], [r["speedup"] for r in group], error, capsize=3,
                               label=name, **line_style(i))
                 predicted = predicted_speedups(group)
@@ -292,8 +298,8 @@ def draw_run(runs):
               label="mean of a step" if window == 1 else f"mean of {window} steps")
     left.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], "o", color="black",
               markerfacecolor="white", markersize=9, label="test set, after an epoch")
-    left.set(xlabel="epoch", ylabel="loss (cross-entropy, in nats)", ylim=(0, None), title="Loss")
-    left.legend()
+    left.set(xlabel="epoch", ylabel="loss (cross-entropy, in nats)", ylim=(0, 1.1 * points[:, 1].max()), title="Loss")
+    left.legend(loc="lower left")
     draw_matrix(right, counts, run.classes, 8)
     right.set_title(f"Confusion matrix: {run.accuracy:.2f} % correct")
     figure.suptitle(describe(runs))

@@ -152,7 +152,7 @@ def titles_of(names):
 
 
 def number(value):
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 def rounded(value, spread):

@@ -125,7 +125,7 @@ def read_run(folder):
     if not os.path.exists(path):
         return None
     try:
-        with open(path) as f:
+        with open(path, encoding="utf-8") as f:
             about = json.load(f, parse_int=json_number, parse_float=json_number, parse_constant=json_number)
         run = SimpleNamespace(folder=folder, **{k: about[k] for k in ENTRIES})
         run.provenance, run.resources = about.get("provenance", "measured"), about.get("resources", {})
@@ -377,7 +377,7 @@ def read_untrained(run):
                     eval=True, load="", checkpoint="")
     for folder in sorted(e.path for e in os.scandir(os.path.dirname(os.path.abspath(run.folder))) if e.is_dir()):
         try:
-            with open(os.path.join(folder, "run.json")) as f:
+            with open(os.path.join(folder, "run.json"), encoding="utf-8") as f:
                 settings = json.load(f)["settings"]
             if all(settings.get(k) == v for k, v in expected.items()):
                 return read_filters(SimpleNamespace(folder=folder))
@@ -595,7 +595,8 @@ def predicted_speedups(rows):
     strong: S = t_c / (t_c / N + t_k), weak: S = N t_c / (t_c + t_k). Empty if the steps are not known."""
     first, *several = sorted((r for r in rows if r["parallel"] != "dp"), key=lambda r: r["devices"])
     try:
-        compute, communicate = step_means(first["runs"][0])[0], step_means(several[0]["runs"][0])[1]
+        compute = statistics.mean(step_means(run)[0] for run in first["runs"])
+        communicate = statistics.mean(step_means(run)[1] for run in several[0]["runs"])
     except (IndexError, Missing):
         return {}
     counts = [r["devices"] for r in several]
@@ -632,9 +633,10 @@ def hours_rows(runs, root):
         run = group[0]
         wall = [r.resources["wall_s"] for r in group]
         count, unit = (run.world, "GPU") if run.kind != "cpu" else (run.world * run.settings["threads"], "core")
+        percent = 100 * sum(r.seconds for r in group) / max(sum(wall), 1e-9)
         table.append(dict(study=study, runs_of=name, repeats=len(group), count=count, unit=unit,
                           wall_s_mean=statistics.mean(wall), hours=count * sum(wall) / 3600,
-                          training_percent=100 * sum(r.seconds for r in group) / max(sum(wall), 1e-9),
+                          training_percent=None if any(r.settings.get("resume") for r in group) else percent,
                           accuracy_mean=statistics.mean(r.accuracy for r in group), emulated=int(run.emulated)))
     for unit, rows in by([r for r in table if not r["emulated"]], lambda r: r["unit"]).items():
         table.append(dict(study="sum", unit=unit, repeats=sum(r["repeats"] for r in rows),
@@ -706,6 +708,6 @@ def print_columns(lines, left=()):
 
 
 def write_table(path, columns, rows):
-    save_table(path, columns, rows)
     print_columns(table_lines(columns, rows))
+    save_table(path, columns, rows)
     print(f"Written: {path}")

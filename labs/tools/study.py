@@ -240,9 +240,10 @@ def study(args):
 
 def name_missing(found, repeats, row):
     """True if a row has fewer runs than repeats; prints the missing seeds."""
-    if len(found) >= repeats:
+    seeds = {run.seed for run in found}
+    if len(seeds) >= repeats:
         return False
-    missing = [str(k) for k in range(1, repeats + 1) if k not in [run.seed for run in found]]
+    missing = [str(k) for k in range(1, repeats + 1) if k not in seeds]
     print(f"missing: {row}: repeat {', '.join(missing)}", file=sys.stderr)
     return True
 
@@ -341,7 +342,8 @@ def hours(args):
     if not runs:
         fail(args.folder, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
     for run in runs:
-        if sum(e["seconds"] + e["test_seconds"] for e in run.epochs) > 1.01 * run.resources["wall_s"] + 0.01:
+        if run.settings.get("resume") or sum(e["seconds"] + e["test_seconds"] for e in run.epochs) > (
+                1.01 * run.resources["wall_s"] + 0.01):
             print(f"Note: {run.folder} was resumed; its hours are only those since then", file=sys.stderr)
     write_table(os.path.join(args.folder, "hours.csv"), HOURS, hours_rows(runs, args.folder))
 

@@ -32,9 +32,9 @@ from types import SimpleNamespace
 
 from report import (STEP_PHASES, free_settings, generated_files, make_tables, place, read_report, timing_rows,
                     variants)
-from run_folders import (COLUMNS, DAMAGES, EPOCHS, SCALING, WORKERS, Missing, add_speedups, by, differences, find_folders,
-                         is_dirty, is_timed, make_rows, read_confusion, read_csv, read_run, scaling_rows, start,
-                         table_lines, workers_rows)
+from run_folders import (ABLATION, COLUMNS, DAMAGES, EPOCHS, HOURS, SCALING, WORKERS, Missing, ablation_rows,
+                         add_speedups, by, complete, differences, find_folders, hours_rows, is_dirty, is_timed,
+                         make_rows, read_confusion, read_csv, read_run, scaling_rows, start, table_lines, workers_rows)
 
 SECTIONS = ["Project Title", "Motivating Image", "Abstract", "Methodology", "Timing Results",
             "Concluding Discussion and Future Work", "References"]
@@ -141,6 +141,29 @@ def is_printed(run):
     return rows[len(rows) - len(printed):] == printed
 
 
+def check_printed(run):
+    """run.json against the lines Settings, Machine and Build in output.txt; a run with --quiet has none."""
+    text = read_report(path(run, "output.txt")) if os.path.exists(path(run, "output.txt")) else ""
+    last = {word: line for word, line in re.findall(r"^(Settings|Machine|Build): (.*)", text, re.M)}
+    where = path(run, "run.json")
+    for name, value in re.findall(r"--([a-z-]+) (\S+)", last.get("Settings", "")):
+        setting = run.settings.get(name)
+        if name not in ("out", "data", "load", "checkpoint", "trace") and setting is not None and \
+                not same_value(setting, value):
+            yield finding(where, f"--{name} {value}, as output.txt says", f"{setting} in its settings",
+                          "was it edited? Run it again")
+    for word, name in (("Job Wall-clock time", "wall_s"), ("CPU Utilized", "cpu_s")):
+        for h, m, s in re.findall(rf"^{word}: (\d+):(\d+):(\d+)", text, re.M)[-1:]:
+            printed = 3600 * int(h) + 60 * int(m) + int(s)
+            if abs(printed - run.resources[name]) > 1:
+                yield finding(where, f"about {printed} s as {name}, as output.txt says", run.resources[name])
+    for word, facts in (("Machine", [run.machine["cpu"], f"{run.machine['cores']} usable cores"]),
+                        ("Build", [run.build["compiler"], f"commit {run.build['commit']}"])):
+        for fact in facts if word in last else []:
+            if fact not in last[word]:
+                yield finding(where, f"{word}: {last[word]}, as output.txt says", fact, "was it edited? Run it again")
+
+
 def check_epochs(run):
     """The rows of epochs.csv: consistent with each other, what the run printed, its predictions, wall time and CPU
     time."""
@@ -163,6 +186,11 @@ def check_epochs(run):
     if cpu > 1.02 * cores * wall + 0.1:
         yield finding(where, f"at most {cores} cores x {wall} s of CPU time", f"{cpu} s")
     counts = read_confusion(run)
+    images = [row[0] for row in read_csv(run, "predictions.csv", ["image", "epoch"]) if row[1] == 0]
+    limit = run.settings.get("limit-test") or len(images)
+    if sorted(images) != list(range(len(images))) or len(images) != limit:
+        yield finding(path(run, "predictions.csv"), f"the test images 0 to {limit - 1}, each once",
+                      f"{len(images)} rows")
     share = 100 * sum(row[i] for i, row in enumerate(counts)) / sum(map(sum, counts))
     if abs(share - run.accuracy) > 0.006:
         yield finding(path(run, "epochs.csv"), f"the accuracy of predictions.csv, {share:.2f} %", f"{run.accuracy} %")
@@ -329,6 +357,26 @@ def check_measured(root, runs):
                       "you need measurements of your own: train at least on the CPU")
 
 
+def check_outputs(root, runs):
+    """study.py writes output.txt beside each run, which other rules compare with it."""
+    for run in runs:
+        name = os.path.basename(run.folder)
+        if run.provenance == "measured" and any(re.fullmatch(study.names, name) for study in KINDS.values()) \
+                and not os.path.exists(path(run, "output.txt")):
+            yield finding(path(run, "output.txt"), "what the run printed", "no such file")
+
+
+def check_hours(root, runs):
+    """hours.csv, which `study.py hours` writes, against the runs at any depth."""
+    where = os.path.join(root, "hours.csv")
+    if not os.path.exists(where):
+        return
+    folders = [folder for some in find_folders(root).values() for folder in some]
+    with contextlib.redirect_stderr(None):  # it says which runs are not complete
+        expected = table_lines(HOURS, hours_rows(complete(folders), root))
+    yield from compare_table(where, HOURS, HOURS, expected, "study.py hours writes it again")
+
+
 def check_copies(root, runs):
     """Two runs never have the same times to the microsecond in many steps, not even with the same seed."""
     owners = {}
@@ -364,9 +412,10 @@ def check_same(root, runs):
 
 def check_repeats(root, runs):
     for row in timing_rows(runs):
-        if len(row["runs"]) < REPEATS and row["provenance"] == "measured":
+        seeds = len({run.seed for run in row["runs"]})  # the same training twice shows no other accuracy
+        if seeds < REPEATS and row["provenance"] == "measured":
             which = f"{row['label']}, global batch {row['global_batch']} {row['variant']}".rstrip()
-            yield finding(root, f"{REPEATS} repeats or more of {which}", len(row["runs"]),
+            yield finding(root, f"{REPEATS} repeats or more of {which}", seeds,
                           f"too few to see the spread: add runs with other seeds (make: REPEATS={REPEATS})")
 
 
@@ -376,7 +425,7 @@ def check_spread(root, runs):
             which = f"{row['label']}, global batch {row['global_batch']} {row['variant']}".rstrip()
             yield finding(root, f"a 95 % interval of +-{WIDEST:.0%} of the mean or less ({which})",
                           f"+-{row['ci95'] / row['seconds_mean']:.0%}",
-                          "was the machine busy? Delete the runs that were disturbed, and repeat them")
+                          "was the machine busy? Repeat all runs of that row, not only the slow ones")
 
 
 def check_grid(root, runs):
@@ -404,6 +453,21 @@ def check_speedups(root, runs):
                               f"{row['speedup']:.2f}", "was the machine busy? Replicas wait for the slowest of them")
 
 
+def compare_table(where, columns, compared, expected, again):
+    """Finds the first line of a CSV file that is not as expected, in the columns that are compared."""
+    with open(where, newline="", encoding="utf-8", errors="replace") as f:
+        found = list(csv.reader(f))
+    for number, (old, new) in enumerate(zip(found + [[]] * len(expected), expected), 1):
+        cells = [(name, a, b) for name, a, b in zip(columns, old, new) if a != b and name in compared]
+        if cells or len(old) != len(new):
+            name, a, b = cells[0] if cells and number > 1 else ("", ",".join(old), ",".join(new))
+            yield finding(f"{where}, line {number}", f"{name} {b or 'empty'}".strip(), a or "none",
+                          f"it contradicts the run folders: {again}")
+            break
+    if len(found) > len(expected):
+        yield finding(where, f"{len(expected)} lines", len(found), again)
+
+
 def check_table(study, compared=None):
     """The rule that the table of a study is there and agrees with the runs, in the columns `compared` or in all."""
     def rule(root, runs):
@@ -411,19 +475,8 @@ def check_table(study, compared=None):
         if not os.path.exists(where):
             yield finding(where, "the table of this study", "no such file", f"{study.target} writes it")
             return
-        with open(where, newline="", encoding="utf-8", errors="replace") as f:
-            found = list(csv.reader(f))
         expected = table_lines(study.columns, study.rows(runs))
-        for number, (old, new) in enumerate(zip(found + [[]] * len(expected), expected), 1):
-            cells = [(name, a, b) for name, a, b in zip(study.columns, old, new)
-                     if a != b and name in (compared or study.columns)]
-            if cells or len(old) != len(new):
-                name, a, b = cells[0] if cells and number > 1 else ("", ",".join(old), ",".join(new))
-                yield finding(f"{where}, line {number}", f"{name} {b or 'empty'}".strip(), a or "none",
-                              f"it contradicts the run folders: {again}")
-                break
-        if len(found) > len(expected):
-            yield finding(where, f"{len(expected)} lines", len(found), again)
+        yield from compare_table(where, study.columns, compared or study.columns, expected, again)
     return rule
 
 
@@ -497,17 +550,34 @@ def check_outline(root, runs):
 # ---- Which rule applies to what
 
 TIMING, SCALED, LOADED, SEPARATE = "timing study", "scaling study", "worker sweep", "separate runs"
+ABLATED = "ablation"
+ABLATED_COLUMNS = ["rung", "img_per_s", "seconds", "accuracy", "accuracy_sd", "emulated", "times_first",
+                   "times_previous", "repeats", "commit"]  # options and date are not in the run folders
+
+
+def rung_rows(runs):
+    """The rows of ablation.csv, from the names that study.py gives to run folders."""
+    rungs = {}
+    for run in runs:
+        found = re.search(r"-rung(\d+)-(.+)-r\d+$", run.folder)
+        if found:
+            rungs.setdefault((int(found[1]), found[2]), []).append(run)
+    return ablation_rows([(SimpleNamespace(name=name, adds=""), rungs[number, name]) for number, name in sorted(rungs)])
+
+
 # The table that each study has, and the names that study.py gives to its run folders
 KINDS = {
     TIMING: SimpleNamespace(target="make study", table="study.csv", columns=COLUMNS, rows=study_rows,
                             names=r".*-(cpu|single|multi\d+)(-emulated)?-b\d+-r\d+"),
     SCALED: SimpleNamespace(target="make study-scaling", table="scaling.csv", columns=SCALING,
                             rows=lambda runs: scaling_rows(make_rows(runs)),
-                            names=r".*-(gpus|replicas)\d+(-emulated)?-(b|each)\d+-r\d+"),
+                            names=r".*-(gpus|replicas|ranks)\d+(-emulated)?-(b|each)\d+-r\d+"),
     LOADED: SimpleNamespace(target="make study-workers", table="workers.csv", columns=WORKERS,
-                            rows=workers_rows, names=r".*-b\d+-workers\d+-r\d+")}
-STUDIES = set(KINDS)
-ALL = STUDIES | {SEPARATE}
+                            rows=workers_rows, names=r".*-b\d+-workers\d+-r\d+"),
+    ABLATED: SimpleNamespace(target="make ablation", table="ablation.csv", columns=ABLATION, rows=rung_rows,
+                             names="(?!)", compared=ABLATED_COLUMNS)}
+STUDIES = {TIMING, SCALED, LOADED}
+ALL = {*KINDS, SEPARATE}
 
 
 def each(check):
@@ -528,7 +598,10 @@ RULES = [
     (each(check_entries), ALL),
     (each(check_command), ALL),
     (each(check_nature), ALL),
+    (each(check_printed), ALL),
     (each(check_epochs), ALL),
+    (check_outputs, STUDIES),
+    (check_hours, ALL),
     (each(check_steps), ALL),
     (each(check_layer_times), ALL),
     (each(check_layers), ALL),
@@ -540,7 +613,7 @@ RULES = [
     (check_spread, {TIMING, SCALED}),
     (check_grid, {TIMING}),
     (check_speedups, {TIMING, SCALED}),
-    *((check_table(study), {kind}) for kind, study in KINDS.items()),
+    *((check_table(study, getattr(study, "compared", None)), {kind}) for kind, study in KINDS.items()),
     (check_plots, {TIMING, SCALED}),
     (check_plots_are_new, ALL),
     (check_report, ALL),

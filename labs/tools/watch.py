@@ -156,8 +156,8 @@ def epochs(run, count=6):
         table.add_column(name, justify="right")
     for row in run.done[-count:]:
         speed = "" if run.about["emulated"] else f"{row.get('img_per_s', 0):,.0f}"
-        table.add_row(str(row["epoch"]), f"{row['train_loss']:.4f}", f"{row['test_loss']:.4f}",
-                      f"{row['accuracy']:.2f}", speed)
+        losses = [f"{row[name]:.4f}" if name in row else "" for name in ("train_loss", "test_loss")]
+        table.add_row(str(row["epoch"]), *losses, f"{row['accuracy']:.2f}", speed)
     return table
 
 

@@ -18,7 +18,8 @@ test_good_run() {
     line run/train_size '^Train set size: 640$'
     line run/test_size '^Test set size: 200$'
     line run/data '^Data: synthetic'
-    line run/parameters '\b1199882 parameters'
+    # 2 x (2 x 288 x 26^2 + 3 x (18432 x 24^2 + 1179648 + 1280)); the first layer has no gradient of its input
+    line run/parameters '^  1199882 parameters, 71\.6 MFLOP to train on one image$'
     line run/first_log_line '^Train Epoch: 1 \[0/640 \(0%\)\]\tLoss: 2\.[0-9]{6}$'
     line run/second_log_line '^Train Epoch: 1 \[64/640 \(10%\)\]\tLoss: [0-9]\.[0-9]{6}$'
     same run/log_lines 10 "$(grep -c '^Train Epoch: ' "$out")"
