@@ -632,6 +632,33 @@ test_real() {
     fi
 }
 
+# edited NAME FILE SED WORDS...: with this change to a run that ./cnn has written, and that another file contradicts
+edited() {
+    rm -rf spoilt && cp -a real spoilt
+    sed -i -E "$3" "spoilt/$2"
+    found "contradicted/$1" "$2" "${@:4}"
+}
+
+# Each of these has gone unnoticed.
+test_contradicted() {
+    local run=cifar-cpu-b50-r1
+    printf '%s\n' 'cpu slow --kernels naive' 'cpu fast --kernels fast' >rungs.txt
+    "$python3" "$repo/labs/tools/study.py" ablation real/ladder --program "$cnn" --rungs rungs.txt --model lenet --epochs 2 \
+        --limit 64 --batches 16 --repeats 1 -- --no-cuda --dataset synthetic >"$out" 2>&1
+    same contradicted/ladder 0 "$?"
+    "$python3" "$repo/labs/tools/study.py" hours real >"$out" 2>&1
+    edited rate $run/run.json 's/"lr": ?[0-9.]+/"lr": 0.5/' "--lr 0.001, as output.txt says" "found 0.5"
+    edited commit $run/run.json 's/"commit": ?"[^"]*"/"commit": "abc"/' "as output.txt says, found commit abc"
+    edited cores $run/run.json 's/"cores": ?[0-9]+/"cores": 640/' "as output.txt says, found 640 usable cores"
+    edited predictions $run/predictions.csv '5,9d' "the test images 0 to" "each once"
+    edited hours hours.csv '2s/[0-9.]+$/77/; 2s/,[0-9]+,core/,99,core/' "it contradicts the run folders: study.py hours writes"
+    edited ablation ladder/ablation.csv '2s/^([^,]*,[^,]*),[0-9.]+/\1,99999/' "line 2: expected img_per_s" "found 99999"
+    rm -rf spoilt && cp -a real spoilt && rm spoilt/$run/output.txt
+    found contradicted/no_output $run/output.txt "what the run printed, found no such file"
+    rm -rf spoilt && cp -a real spoilt && sed -i 's/"seed": *2/"seed": 1/' spoilt/*-r2/run.json
+    found contradicted/same_seed "" "expected 5 repeats or more of cpu, global batch 50, found 1"
+}
+
 page_tool() { "$python3" "$repo/tests/labs/report_page.py" "$@" 2>&1; }
 
 # report.html: what a report with hostile text becomes, and where a package is missing, a message.
@@ -713,4 +740,5 @@ test_edited
 test_page
 test_browser
 test_real
+test_contradicted
 exit 0
