@@ -157,11 +157,18 @@ def check_printed(run):
             printed = 3600 * int(h) + 60 * int(m) + int(s)
             if abs(printed - run.resources[name]) > 1:
                 yield finding(where, f"about {printed} s as {name}, as output.txt says", run.resources[name])
-    for word, facts in (("Machine", [run.machine["cpu"], f"{run.machine['cores']} usable cores"]),
-                        ("Build", [run.build["compiler"], f"commit {run.build['commit']}"])):
-        for fact in facts if word in last else []:
-            if fact not in last[word]:
-                yield finding(where, f"{word}: {last[word]}, as output.txt says", fact, "was it edited? Run it again")
+    for word, fact in (("Machine", run.machine["cpu"]), ("Machine", f"{run.machine['cores']} usable cores"),
+                       ("Build", run.build["compiler"]), ("Build", f"commit {run.build['commit']}")):
+        if fact not in last.get(word, fact):
+            yield finding(where, f"{word}: {last[word]}, as output.txt says", fact, "was it edited? Run it again")
+
+
+def again(run):
+    """What to do if times do not fit each other."""
+    if run.settings.get("resume"):
+        return ("it was resumed within an epoch, whose seconds are only those since then: for times, run it without "
+                "--resume")
+    return "run it again"
 
 
 def check_epochs(run):
@@ -171,7 +178,7 @@ def check_epochs(run):
     for e in run.epochs:
         if not is_timed(e):
             yield finding(where, f"img_per_s x seconds = {e['images']} images in epoch {e['epoch']}",
-                          f"{e['img_per_s']} x {e['seconds']}")
+                          f"{e['img_per_s']} x {e['seconds']}", again(run))
         for name in filter(lambda name: name != "weight_hash", EPOCHS):
             if not is_finite(e[name]):
                 yield finding(where, f"a finite {name} in epoch {e['epoch']}", e[name],
@@ -181,7 +188,7 @@ def check_epochs(run):
     total, wall = sum(e["seconds"] + e["test_seconds"] for e in run.epochs), run.resources["wall_s"]
     cpu, cores = run.resources["cpu_s"], run.machine["cores"]
     where = path(run, "run.json")
-    if wall * 1.01 + 0.01 < total:
+    if wall * 1.01 + 0.01 < total and not run.settings.get("resume"):
         yield finding(where, f"a wall time of at least {total:.3f} s, the epochs' sum", f"{wall} s")
     if cpu > 1.02 * cores * wall + 0.1:
         yield finding(where, f"at most {cores} cores x {wall} s of CPU time", f"{cpu} s")
@@ -219,7 +226,7 @@ def check_steps(run):
             yield finding(where, f"{e['images']} images in epoch {e['epoch']}, as in epochs.csv", f"{images:g}")
         if not 0.9 * seconds - 0.05 <= total <= 1.01 * seconds + 0.005:
             yield finding(where, f"{seconds} s in all steps of rank 0 in epoch {e['epoch']}, as in epochs.csv",
-                          f"{total:.3f} s")
+                          f"{total:.3f} s", again(run))
         loss = sum(row[3] * row[5] for rank in ranks for row in rank) / max(images, 1)
         if is_finite(e["train_loss"]) and not abs(loss - e["train_loss"]) <= 1e-3 * e["train_loss"] + 6e-5:
             yield finding(where, f"the loss {e['train_loss']} in epoch {e['epoch']}, as in epochs.csv",
