@@ -1298,8 +1298,8 @@ static _Noreturn void die_no_memory(size_t bytes, const char *what) {
         (double)bytes / 1e6);
 }
 
-// Closes a stream of open_memstream(), of some `bytes`, and returns its text. fclose() may run out of
-// memory and still return 0.
+// Closes a stream of open_memstream(), of some `bytes`, and returns its text. fclose() may run out
+// of memory and still return 0.
 static char *close_text(FILE *stream, char *const *text, size_t bytes, const char *what) {
     const bool written = !ferror(stream);
     const int error = fclose(stream);

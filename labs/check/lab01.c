@@ -370,8 +370,8 @@ static void call_part(void) {
     }
 }
 
-// Calls the student's function. The result holds `before`, or the prior if accumulate, which is about din:
-// gradients of weights are always =.
+// Calls the student's function. The result holds `before`, or the prior if accumulate, which is
+// about din: gradients of weights are always =.
 static void call(const Case *c, real before) {
     Array *out = &tensors[OUTPUT], *filter = &tensors[FILTER], *image = &tensors[IMAGE];
     Array *result = &tensors[c->role];

@@ -17,8 +17,8 @@ enum { OUTPUTS = IMAGES * OUT_SIZE * OUT_SIZE * CHANNELS_OUT };
 
 void part(Work w); // conv2d_forward_naive()
 
-// The accesses of each instruction to an array. `adjacent`: to the number next to the one before, in
-// either direction. `apart`: numbers between two accesses that are not adjacent.
+// The accesses of each instruction to an array. `adjacent`: to the number next to the one before,
+// in either direction. `apart`: numbers between two accesses that are not adjacent.
 typedef struct Watched {
     const char *name;
     const real *array;
