@@ -20,6 +20,12 @@
 #include "arrays.h"
 #include "networks.h"
 
+// What the sanitizers do not report: LLVM's OpenMP keeps what it has allocated for a thread that ended.
+const char *__lsan_default_suppressions(void);
+const char *__lsan_default_suppressions(void) {
+    return "leak:libomp";
+}
+
 // A name for mkstemp() or mkdtemp() in the folder for temporary files
 static void temporary_name(char path[PATH_SIZE]) {
     const char *folder = getenv("TMPDIR");
