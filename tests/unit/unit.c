@@ -20,7 +20,8 @@
 #include "arrays.h"
 #include "networks.h"
 
-// What the sanitizers do not report: LLVM's OpenMP keeps what it has allocated for a thread that ended.
+// What the sanitizers do not report: LLVM's OpenMP keeps what it has allocated for a thread that
+// has ended.
 const char *__lsan_default_suppressions(void);
 const char *__lsan_default_suppressions(void) {
     return "leak:libomp";
