@@ -1208,6 +1208,7 @@ static void replace_control_characters(char *text) {
             *c = '?';
 }
 
+// Removes the temporary file that this thread was writing, if any.
 static void remove_unfinished(void) {
     if (unfinished)
         unlink(unfinished);
@@ -1298,8 +1299,8 @@ static _Noreturn void die_no_memory(size_t bytes, const char *what) {
         (double)bytes / 1e6);
 }
 
-// Closes a stream of open_memstream(), of some `bytes`, and returns its text. fclose() may run out
-// of memory and still return 0.
+// Closes a stream of open_memstream() and returns its text. Dies, naming `what` and its likely size
+// in bytes, if there was too little memory: fclose() may then still return 0.
 static char *close_text(FILE *stream, char *const *text, size_t bytes, const char *what) {
     const bool written = !ferror(stream);
     const int error = fclose(stream);
@@ -5279,8 +5280,8 @@ static void check_checksum(const TensorFile *f) {
     snprintf(expected, sizeof expected, CHECKSUM_FORMAT, (unsigned long long)f->checksum);
     if (ours && strcmp(f->metadata + covered_metadata(f), expected) != 0)
         die(1,
-            "%s: damaged, or written by another version of cnn: its checksum does not match; use "
-            "an older copy",
+            "%s: damaged, or written by another version of cnn: its checksum does not match; "
+            "use an older copy",
             f->path);
 }
 
@@ -5645,8 +5646,8 @@ static void parse_file(Settings *s, const char *path) {
         die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
     if (!S_ISREG(info.st_mode)) // a pipe would be empty when the command line is parsed again
         die(EXIT_USAGE,
-            "@%s: expected a regular file, found a pipe, device or folder; write the options to a "
-            "file",
+            "@%s: expected a regular file, found a pipe, device or folder; write the options to "
+            "one",
             path);
     char *text = argument_text + argument_text_used;
     const size_t length = fread(text, 1, space, f);
@@ -7125,7 +7126,7 @@ static void measure_layers(Run *run) {
     for (size_t i = 0; i < net->layer_count; i++) // for rows without a backward pass
         flops[i] = (double)batch.n * layer_training_flops(&net->layers[i]);
     time_rows(run, &batch, times, flops);
-    // Other programs can only lower it, so the higher of two measurements; run.json has the same.
+    // Other programs can only lower what is measured: the higher of two, also in run.json.
     run->recorder.peak_gflops = fmax(run->recorder.peak_gflops, net->device->peak_gflops());
     const double peak = 1e9 * run->recorder.peak_gflops, bandwidth = measure_bandwidth(run);
     open_in_folder(&csv, run, "layers.csv");
@@ -7303,9 +7304,8 @@ static void compare_lines(const char *path, const char *theirs, const char *ours
             path, (int)key_length, ours, found, theirs);
     if (found != length || strncmp(ours, theirs, (size_t)length) != 0)
         die(EXIT_USAGE,
-            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value "
-            "(--gpus, --replicas or mpirun set devices), or start "
-            "afresh from its weights with --load",
+            "%s was saved with %.*s, but this run has %.*s; use the checkpoint's value (--gpus, "
+            "--replicas or mpirun set devices), or start afresh from its weights with --load",
             path, found, theirs, length, ours);
 }
 

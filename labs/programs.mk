@@ -3,7 +3,8 @@
 # The programs of the labs run on a device, or in the emulator: with EMULATE=1, or where there is no nvcc.
 lab_program = build/$(if $(and $(1),$(if $(VIRTUAL),,yes)),,emu_)$(2)
 
-WITHOUT_GPU = || { $(if $(GPUS_HERE),,echo "no NVIDIA GPU was found here; make $@ EMULATE=1 runs in the emulator" >&2;) exit 1; }
+# After a program that has failed where it may have missed a GPU
+WITHOUT_GPU = || { $(if $(or $(GPUS_HERE),$(findstring emu_,$<)),,echo "no NVIDIA GPU was found here; make $@ EMULATE=1 runs in the emulator" >&2;) exit 1; }
 
 # Lab 4: from which batch size on is a GPU faster? LARGEST: the largest batch size
 LAB_HOST = $(BUILD) $(DEFINES) -Wno-unused-function $<

@@ -130,7 +130,12 @@ vet_kernel() {
         awk -v id="$1" -v may_call="${may_call//$'\n'/ }" -v words="^($words)$" -v calls="$3" '
         BEGIN { split(may_call, list, " "); for (i in list) may[list[i]] = 1 }
         { text[NR] = $0; sub(/__launch_bounds__ *\([^)]*\)/, "") }
-        match($0, /auto +[*]?[A-Za-z_][A-Za-z0-9_]* *=/) { name = substr($0, RSTART + 5, RLENGTH - 6); gsub(/[* ]/, "", name); may[name] = 1 }
+        # auto NAME = a lambda, or auto *NAME = a kernel
+        match($0, /auto +[*]?[A-Za-z_][A-Za-z0-9_]* *=/) {
+            name = substr($0, RSTART + 5, RLENGTH - 6)
+            gsub(/[* ]/, "", name)
+            may[name] = 1
+        }
         # a definition, whose name may also stand at the beginning of its second line
         /^(static|template|inline|__global__|__device__|void|float|int|[A-Za-z_0-9]+\(|    [a-z_0-9]+\((Conv|Sizes))/ &&
             !/;[ \t]*$/ && match($0, /[A-Za-z_][A-Za-z0-9_]*\(/) { may[substr($0, RSTART, RLENGTH - 1)] = 1 }

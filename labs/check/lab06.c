@@ -385,6 +385,10 @@ static Span span(size_t begin, size_t end) {
     return (Span){(double)begin / UNITS, (double)end / UNITS};
 }
 
+static size_t units(double time) {
+    return (size_t)(time * UNITS);
+}
+
 // Spans end at multiples of 1 / UNITS, so that time can be counted on a line of LINE units.
 static void check_overlap(void) {
     char running[2][LINE] = {{0}};
@@ -397,8 +401,8 @@ static void check_overlap(void) {
     run_trial(overlap_job);
     for (size_t k = 0; k < 2; k++)
         for (size_t i = 0; i < times.counts[k]; i++)
-            for (double t = times.spans[k][i].begin * UNITS; t < times.spans[k][i].end * UNITS; t++)
-                running[k][(size_t)t] = 1;
+            for (size_t t = units(times.spans[k][i].begin); t < units(times.spans[k][i].end); t++)
+                running[k][t] = 1;
     for (size_t t = 0; t < LINE; t++)
         want += running[0][t] && running[1][t] ? 1.0 / UNITS : 0;
     if (!(fabs(*times.result - want) < 1e-6))

@@ -281,7 +281,7 @@ static uint32_t draw_number(void) {
     return (uint32_t)(state >> 33);
 }
 
-// Seeds have 64 bits: one that was cut to 32 is another one.
+// For seeds: one that was cut to 32 bits is another one.
 static uint64_t draw_large(void) {
     return (uint64_t)draw_number() << 32 | draw_number();
 }

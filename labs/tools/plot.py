@@ -62,14 +62,14 @@ def line_style(i):
 
 def describe(runs):
     """What all runs have in common, for the title."""
-    counts = [", ".join(map(str, sorted(set(numbers)))) for numbers in
-              ((r.epochs[0]["images"] for r in runs), (len(r.epochs) for r in runs))]
-    data = ", ".join(dict.fromkeys(map(name_of_data, runs)))
+    images = sorted({r.epochs[0]["images"] for r in runs})
+    epochs = sorted({len(r.epochs) for r in runs})
+    data = dict.fromkeys(map(name_of_data, runs))
     models = dict.fromkeys(r.model for r in runs)
     names = (r.machine["cpu" if r.kind == "cpu" else "device"] for r in runs)
     machines = dict.fromkeys(name.split(", sm_")[0] for name in names)
-    return (f"{', '.join(models)}; {data}, {counts[0]} images, epochs: "
-            f"{counts[1]}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
+    return (f"{', '.join(models)}; {', '.join(data)}, {', '.join(map(str, images))} images, epochs: "
+            f"{', '.join(map(str, epochs))}\n{', '.join(machines)}; commit {runs[0].build['commit']}")
 
 
 def drawable(name):
@@ -121,7 +121,8 @@ def draw_study(runs):
         x = [batches.index(r["global_batch"]) + (i - (len(devices) - 1) / 2) * width for r in group]
         for axis, height, error in zip(axes, ("seconds_mean", "accuracy_mean"), ("ci95", "accuracy_sd")):
             axis.bar(x, [r[height] for r in group], width, capsize=3,
-                     yerr=as_numbers(r[error] for r in group) if repeated else None, color=GRAYS[(i + i // 6) % 6],
+                     yerr=as_numbers(r[error] for r in group) if repeated else None,
+                     color=GRAYS[(i + i // 6) % 6],  # from the seventh bar on, a hatch comes with another gray
                      hatch=HATCHES[i % 6], edgecolor="black", label=device)
         trained = as_numbers(r["train_accuracy_mean"] for r in group)
         axes[1].plot(x, trained, "D", color="black", markerfacecolor="white")

@@ -342,8 +342,8 @@ def hours(args):
     if not runs:
         fail(args.folder, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
     for run in runs:
-        if run.settings.get("resume") or sum(e["seconds"] + e["test_seconds"] for e in run.epochs) > (
-                1.01 * run.resources["wall_s"] + 0.01):
+        seconds = sum(e["seconds"] + e["test_seconds"] for e in run.epochs)
+        if run.settings.get("resume") or seconds > 1.01 * run.resources["wall_s"] + 0.01:
             print(f"Note: {run.folder} was resumed; its hours are only those since then", file=sys.stderr)
     write_table(os.path.join(args.folder, "hours.csv"), HOURS, hours_rows(runs, args.folder))
 

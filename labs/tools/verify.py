@@ -163,7 +163,7 @@ def check_printed(run):
             yield finding(where, f"{word}: {last[word]}, as output.txt says", fact, "was it edited? Run it again")
 
 
-def again(run):
+def advice_on_times(run):
     """What to do if times do not fit each other."""
     if run.settings.get("resume"):
         return ("it was resumed within an epoch, whose seconds are only those since then: for times, run it without "
@@ -178,7 +178,7 @@ def check_epochs(run):
     for e in run.epochs:
         if not is_timed(e):
             yield finding(where, f"img_per_s x seconds = {e['images']} images in epoch {e['epoch']}",
-                          f"{e['img_per_s']} x {e['seconds']}", again(run))
+                          f"{e['img_per_s']} x {e['seconds']}", advice_on_times(run))
         for name in filter(lambda name: name != "weight_hash", EPOCHS):
             if not is_finite(e[name]):
                 yield finding(where, f"a finite {name} in epoch {e['epoch']}", e[name],
@@ -226,7 +226,7 @@ def check_steps(run):
             yield finding(where, f"{e['images']} images in epoch {e['epoch']}, as in epochs.csv", f"{images:g}")
         if not 0.9 * seconds - 0.05 <= total <= 1.01 * seconds + 0.005:
             yield finding(where, f"{seconds} s in all steps of rank 0 in epoch {e['epoch']}, as in epochs.csv",
-                          f"{total:.3f} s", again(run))
+                          f"{total:.3f} s", advice_on_times(run))
         loss = sum(row[3] * row[5] for rank in ranks for row in rank) / max(images, 1)
         if is_finite(e["train_loss"]) and not abs(loss - e["train_loss"]) <= 1e-3 * e["train_loss"] + 6e-5:
             yield finding(where, f"the loss {e['train_loss']} in epoch {e['epoch']}, as in epochs.csv",
@@ -367,9 +367,8 @@ def check_measured(root, runs):
 def check_outputs(root, runs):
     """study.py writes output.txt beside each run, which other rules compare with it."""
     for run in runs:
-        name = os.path.basename(run.folder)
-        if run.provenance == "measured" and any(re.fullmatch(study.names, name) for study in KINDS.values()) \
-                and not os.path.exists(path(run, "output.txt")):
+        named = any(re.fullmatch(study.names, os.path.basename(run.folder)) for study in KINDS.values())
+        if named and run.provenance == "measured" and not os.path.exists(path(run, "output.txt")):
             yield finding(path(run, "output.txt"), "what the run printed", "no such file")
 
 
@@ -556,8 +555,8 @@ def check_outline(root, runs):
 
 # ---- Which rule applies to what
 
-TIMING, SCALED, LOADED, SEPARATE = "timing study", "scaling study", "worker sweep", "separate runs"
-ABLATED = "ablation"
+TIMING, SCALED, LOADED, ABLATED, SEPARATE = ("timing study", "scaling study", "worker sweep", "ablation",
+                                             "separate runs")
 ABLATED_COLUMNS = ["rung", "img_per_s", "seconds", "accuracy", "accuracy_sd", "emulated", "times_first",
                    "times_previous", "repeats", "commit"]  # options and date are not in the run folders
 
@@ -572,7 +571,8 @@ def rung_rows(runs):
     return ablation_rows([(SimpleNamespace(name=name, adds=""), rungs[number, name]) for number, name in sorted(rungs)])
 
 
-# The table that each study has, and the names that study.py gives to its run folders
+# The table that each study has, and the names that study.py gives to its run folders. An ablation is known by its table
+# alone: (?!) matches no name.
 KINDS = {
     TIMING: SimpleNamespace(target="make study", table="study.csv", columns=COLUMNS, rows=study_rows,
                             names=r".*-(cpu|single|multi\d+)(-emulated)?-b\d+-r\d+"),

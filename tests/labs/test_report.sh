@@ -639,7 +639,7 @@ edited() {
     found "contradicted/$1" "$2" "${@:4}"
 }
 
-# Each of these has gone unnoticed.
+# Edits of one file of a run, or of a table
 test_contradicted() {
     local run=cifar-cpu-b50-r1
     printf '%s\n' 'cpu slow --kernels naive' 'cpu fast --kernels fast' >rungs.txt
