@@ -259,7 +259,8 @@ test_argument_files() {
     refused argument_file/missing 2 "$tmp/nowhere.args" "@$tmp/nowhere.args"
     refused argument_file/no_name 2 '@' "@"
     refused argument_file/folder 2 "@$tmp: expected a regular file" "@$tmp"
-    refused argument_file/device 2 "@/dev/null: expected a regular file" @/dev/null # as a pipe, which is read only once
+    # as a pipe, which can be read only once
+    refused argument_file/device 2 "@/dev/null: expected a regular file" "${tiny[@]}" @/dev/null
     echo '--epochs 1 --batchsize 3' >"$file"
     refused argument_file/unknown_option 2 '--batchsize' "@$file"
     echo '--dataset synthetic --epochs' >"$file"
