@@ -296,10 +296,12 @@ ifeq ($(wildcard tests/run_tests.sh),)
 test test-all test-long bench-gpu ptx:
 	@echo "A starter has no tests of the whole project: run make check LAB=n"; exit 1
 else
+# The variables of this call; a blank in a value is a backslash and a blank there.
+without_parts = $(subst ^,\$() ,$(filter-out PARTS=%,$(subst \$() ,^,$(MAKEOVERRIDES))))
 test: QUICK = 1
 test test-all:
 	@$(MAKE) --no-print-directory QUICK=$(QUICK) test-programs
-	@CNN=./$(TESTED) QUICK=$(QUICK) AGAIN='make $@ $(filter-out PARTS=%,$(MAKEOVERRIDES))' tests/run_tests.sh $(PARTS)
+	@CNN=./$(TESTED) QUICK=$(QUICK) AGAIN='make $@ $(without_parts)' tests/run_tests.sh $(PARTS)
 # MINUTES: how long it may take; ROWS: only some of its rows, such as ROWS='fuzz soak'.
 MINUTES = 60
 test-long:

@@ -2368,7 +2368,7 @@ static void init_ones(Net *net, real *param, size_t count) {
     net->device->copy(param, net->staging[0], count * sizeof(real));
 }
 
-/* Initializes a convolution or linear layer. Weights and biases are uniform in +-1 / sqrt(fan_in).
+/* Initializes a layer with weights. Weights and biases are uniform in +-1 / sqrt(fan_in).
    A convolution without a bias has normal weights with variance 2 / fan_out, as in torchvision's
    ResNets, where a BatchNorm follows it (He et al., arXiv:1502.01852). */
 static void init_layer(Net *net, size_t row, uint64_t seed) {
@@ -2376,7 +2376,7 @@ static void init_layer(Net *net, size_t row, uint64_t seed) {
     real *weight = net->params + l->weight_offset, *bias = net->params + l->bias_offset;
     const real fan_in = (real)(l->weight_count / l->out.c), bound = 1 / SQRT(fan_in);
     const real fan_out = (real)(l->kernel_size * l->kernel_size * l->out.c);
-    const bool normal = l->bias_count == 0;
+    const bool normal = l->kind == CONV2D && l->bias_count == 0;
     const real factor = normal ? SQRT(2 / fan_out) : bound;
     init_random(net, weight, l->weight_count, normal, factor, 2 * row, seed);
     init_random(net, bias, l->bias_count, false, bound, 2 * row + 1, seed);
@@ -3249,10 +3249,10 @@ typedef struct DataFile {
 } DataFile;
 
 // Dies with a message that says what is wrong with a data file, in printf() format, and which
-// command replaces the file.
+// command downloads the data set.
 #define DIE_BAD_FILE(f, format, ...)                                                           \
-    die(1, "%s: " format "; remove it and run: data/get_data.sh %s", (f)->path, ##__VA_ARGS__, \
-        (f)->dataset)
+    die(1, "%s: " format "; if it should be %s, remove the file and run: data/get_data.sh %s", \
+        (f)->path, ##__VA_ARGS__, (f)->dataset, (f)->dataset)
 
 // Sets path to DIR/FILE or, if that does not exist, DIR/FILE.gz. Returns false if neither exists.
 static bool data_path(char path[PATH_SIZE], const char *dir, const char *file) {
@@ -3347,8 +3347,8 @@ static void check_label(const DataFile *f, size_t label, size_t classes, size_t 
     if (label >= classes)
         die(1,
             "%s: expected labels from 0 to %zu, found %zu at image %zu; a data set with other "
-            "classes needs an entry in dataset_infos of cnn.c; if it should be %s, remove the file "
-            "and run: data/get_data.sh %s",
+            "classes needs a row in dataset_infos of cnn.c, and its name among the values of "
+            "--dataset there; if it should be %s, remove the file and run: data/get_data.sh %s",
             f->path, classes - 1, label, i, f->dataset, f->dataset);
 }
 
@@ -3387,7 +3387,7 @@ static size_t read_idx_images(Dataset *data, DataFile *f, size_t limit) {
                      expected.w, height, width);
     const size_t count = idx_count(f, header);
     data->count = min_size(count, limit);
-    data->images = read_records(f, sizeof header, height * width, count, data->count);
+    data->images = read_records(f, sizeof header, shape_size(expected), count, data->count);
     return count;
 }
 
@@ -5076,7 +5076,7 @@ typedef struct TensorFile {
 static _Noreturn void die_header(const TensorFile *f, const char *at, const char *expected) {
     die(1,
         "%s: in its header: expected %s, found \"%.60s\"; was it saved with this --model "
-        "and --dataset?",
+        "and --dataset, and by the safetensors library?",
         f->path, expected, at);
 }
 
@@ -5138,11 +5138,12 @@ static size_t read_header_length(TensorFile *f) {
             "safetensors.torch import save_file; save_file(torch.load(\"%s\"), "
             "\"model.safetensors\")",
             f->path, f->path);
-    if (length > MAX_HEADER || length + 8 > (uint64_t)info.st_size)
-        die(1,
-            "%s: expected a header of at most %d bytes that fits in the file, found a length of "
-            "%llu",
-            f->path, MAX_HEADER, (unsigned long long)length);
+    if (length > MAX_HEADER)
+        die(1, "%s: expected a header of at most %d bytes, found a length of %llu", f->path,
+            MAX_HEADER, (unsigned long long)length);
+    if (length + 8 > (uint64_t)info.st_size)
+        die(1, "%s: truncated: expected %llu bytes for the header alone, found %lld in the file",
+            f->path, (unsigned long long)length + 8, (long long)info.st_size);
     f->data_bytes = (size_t)info.st_size - 8 - length;
     return length;
 }
@@ -5611,29 +5612,31 @@ static size_t parse_option(Settings *s, const char *word, const char *next) {
 enum { TEXT_SIZE = 65536 };
 static char argument_text[TEXT_SIZE]; // the model's defaults, then the text of argument files
 static size_t argument_text_used;
+static const char white_space[] = " \t\r\n";
 
-// Blanks comments, from # to the end of the line.
+// Blanks comments, from a # that begins a word to the end of the line.
 static void remove_comments(char *text) {
-    char *comment = strchr(text, '#');
-    while (comment) {
-        memset(comment, ' ', strcspn(comment, "\n"));
-        comment = strchr(comment, '#');
+    char *mark = strchr(text, '#');
+    while (mark) {
+        const bool begins_word = mark == text || strchr(white_space, mark[-1]);
+        if (begins_word)
+            memset(mark, ' ', strcspn(mark, "\n"));
+        mark = strchr(mark + 1, '#');
     }
 }
 
 // Parses options that are separated by white space. Settings point to the words, which therefore
 // stay in argument_text[].
 static void parse_text(Settings *s, char *text) {
-    static const char space[] = " \t\r\n";
     char *rest;
     remove_comments(text);
-    char *word = strtok_r(text, space, &rest);
+    char *word = strtok_r(text, white_space, &rest);
     while (word) {
-        char *next = strtok_r(NULL, space, &rest);
+        char *next = strtok_r(NULL, white_space, &rest);
         const size_t words_used = parse_option(s, word, next);
         word = next;
         if (words_used == 2)
-            word = strtok_r(NULL, space, &rest);
+            word = strtok_r(NULL, white_space, &rest);
     }
 }
 
@@ -5992,10 +5995,11 @@ static void print_key(FILE *f, Form form, const char *key, int length) {
 }
 
 static void print_number(FILE *f, Form form, const char *format, double number) {
-    if (isfinite(number) || form == KEY_VALUE)
+    static const char *const not_finite[] = {[KEY_VALUE] = "nan", [CSV] = "", [JSON] = "null"};
+    if (isfinite(number))
         fprintf(f, format, number);
-    else if (form == JSON)
-        fputs("null", f);
+    else
+        fputs(not_finite[form], f);
 }
 
 // Prints the next argument with the conversion `format`.
@@ -6013,7 +6017,8 @@ static void print_value(FILE *f, Form form, const char *format, va_list *args) {
 
 /* Prints a record, described as "epoch=%zu train_loss=%.4f ...", in one of three forms: a line of
    key=value pairs, a row of CSV, or the members of a JSON object. A number that is not finite is
-   null in JSON and empty in CSV. The conversions are %s, %zu, and any that takes a double. */
+   nan in a pair, empty in CSV and null in JSON. The conversions are %s, %zu, and any that takes a
+   double. */
 static FORMAT(3) void print_record(FILE *f, Form form, const char *record, ...) {
     static const char separators[] = {[KEY_VALUE] = ' ', [CSV] = ',', [JSON] = ','};
     const char *field = record;
@@ -6279,10 +6284,11 @@ static void print_resources(const Run *run, int status) {
     "train_loss=%.4f train_accuracy=%.2f test_seconds=%.3f test_loss=%.4f accuracy=%.2f lr=%g"
 #define EPOCH_ROW EPOCH_LINE " weight_hash=%s"
 
+// Prints an epoch. Without training, as with --eval, it has no training loss and accuracy: 0 / 0.
 static void print_epoch(FILE *f, const EpochResult *e, Form form) {
     const char *const record = form == KEY_VALUE ? EPOCH_LINE : EPOCH_ROW;
     const double trained = (double)(e->images - e->images_resumed);
-    const double images = (double)max_size(e->images, 1);
+    const double images = (double)e->images;
     const double loss = e->train_loss_sum / images, accuracy = 100. * e->train_correct / images;
     char hash[32];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)e->weight_hash);
@@ -6326,8 +6332,10 @@ static const char *class_name(const Run *run, size_t label, char buffer[32]) {
         snprintf(buffer, 32, "%zu", label);
         return buffer;
     }
-    for (size_t i = 0; i < label; i++)
-        at = strchr(at, ' ') + 1;
+    for (size_t i = 0; i < label; i++) {
+        at += strcspn(at, " ");
+        at += strspn(at, " ");
+    }
     snprintf(buffer, 32, "%.*s", (int)strcspn(at, " "), at);
     return buffer;
 }

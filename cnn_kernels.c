@@ -889,8 +889,9 @@ static void convolve_panel(const Pass *p, const Panel panel, size_t first, size_
         const int32_t *selected[ROWS];
         const real *image[ROWS];
         for (size_t i = 0; i < ROWS; i++) {
-            selected[i] = p->map + pixel * (1 + p->taps * p->run);
-            t.out[i] = p->output + (n * p->out_pixels + (size_t)*selected[i]++) * p->out.c;
+            const int32_t *row = p->map + pixel * (1 + p->taps * p->run);
+            t.out[i] = p->output + (n * p->out_pixels + (size_t)row[0]) * p->out.c;
+            selected[i] = row + 1;
             image[i] = p->input + n * p->in_pixels * p->in.c + panel.start;
             pixel += q + i + 1 < pixels; // a short last tile repeats its last pixel
             if (pixel == p->out_pixels) {
@@ -970,7 +971,9 @@ static void add_parts_of_pixel(const void *context, size_t pixel) {
     const size_t columns = p->out.c, size = part_size(p), parts = depth_panels(p);
     for (size_t j = 0; j < columns; j++) {
         size_t at = pixel * columns + j;
-        real sum = p->accumulate ? p->output[at] : p->bias ? p->bias[j] : 0;
+        real sum = p->bias ? p->bias[j] : 0;
+        if (p->accumulate)
+            sum = p->output[at];
         for (size_t part = 0; part < parts; part++)
             sum += p->packed[part * size + at];
         p->output[at] = p->relu && sum < 0 ? 0 : sum;
@@ -2746,12 +2749,12 @@ static size_t scratch_size_fast(const Layer *l, const Fusion *fused, size_t n) {
     return max_size(size, max_size(pass_scratch(&forward, n), pass_scratch(&backward, n)));
 }
 
-// Multiply-adds of a pass: by Winograd, of its products; else of the runs of taps that are inside
-// of the image for any of `group` adjacent pixels.
-static double pass_products(const Pass *p, size_t group) {
+// Returns how often a pass reads an input pixel: a run of taps is read if it is inside the image
+// for any of `group` adjacent output pixels.
+static size_t pixels_read(const Pass *p, size_t group) {
     const size_t row = 1 + p->taps * p->run, pixels = p->n * p->out_pixels; // row: of the map
-    size_t products = p->tile ? count_tiles(p, p->n) * POINTS : 0;
-    for (size_t first = 0; first < pixels && !p->tile; first += group)
+    size_t count = 0;
+    for (size_t first = 0; first < pixels; first += group)
         for (size_t tap = 1; tap < row; tap += p->run) {
             const size_t taps = min_size(group, pixels - first) * p->run;
             bool inside = false;
@@ -2759,9 +2762,16 @@ static double pass_products(const Pass *p, size_t group) {
                 const size_t pixel = (first + i / p->run) % p->out_pixels;
                 inside |= p->map[pixel * row + tap + i % p->run] != OUTSIDE;
             }
-            products += inside ? taps : 0;
+            count += inside ? taps : 0;
         }
-    return (double)products * (double)(p->in.c * p->out.c);
+    return count;
+}
+
+// Multiply-adds of a pass: each input pixel that is read, or each point of a Winograd tile, is
+// multiplied by a matrix [in.c][out.c].
+static double pass_products(const Pass *p, size_t group) {
+    const size_t points = p->tile ? count_tiles(p, p->n) * POINTS : pixels_read(p, group);
+    return (double)points * (double)(p->in.c * p->out.c);
 }
 
 // Before a max-pool, each gradient that is not 0 costs the products of a filter.
@@ -2808,7 +2818,9 @@ static RowMode fuse_fast(const Layer *target, const Fusion *fused, const Layer *
         return IN_PLACE;
     if (l->kind == ADD && target->kind == BATCHNORM2D && !fused->relu && !fused->add)
         return FUSED_INTO_EARLIER;
-    return l->kind == MAXPOOL2D && fuses_pool(target, fused, l) ? FUSED_INTO_EARLIER : SEPARATE;
+    if (l->kind == MAXPOOL2D && fuses_pool(target, fused, l))
+        return FUSED_INTO_EARLIER;
+    return SEPARATE;
 }
 
 static const Kernels fast_kernels = {

@@ -47,8 +47,9 @@ try:
     import matplotlib.pyplot as plt
     import numpy as np
 except ImportError as missing:
-    fail(sys.executable, "matplotlib", missing, "pip install -r labs/requirements.txt, or on Debian: apt-get "
-         "install python3-matplotlib, and call /usr/bin/python3 labs/tools/plot.py DIR")
+    if "--help" not in sys.argv and "-h" not in sys.argv:
+        fail(sys.executable, "matplotlib", missing, "make plots RUNS=DIR finds the Python in .venv if it has that; "
+             "otherwise pip install -r labs/requirements.txt, or on Debian: apt-get install python3-matplotlib")
 
 ORDER = ["cpu", "single", "multi"]
 HATCHES, GRAYS = ["", "////", "....", "xxxx", "--", "++"], ["0.65", "0.85", "1.0", "0.9", "0.75", "1.0"]
@@ -299,7 +300,8 @@ def draw_run(runs):
               label="mean of a step" if window == 1 else f"mean of {window} steps")
     left.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], "o", color="black",
               markerfacecolor="white", markersize=9, label="test set, after an epoch")
-    left.set(xlabel="epoch", ylabel="loss (cross-entropy, in nats)", ylim=(0, 1.1 * points[:, 1].max()), title="Loss")
+    top = max(points[:, 1].max(), *(e["test_loss"] for e in run.epochs if e["test_loss"] is not None))
+    left.set(xlabel="epoch", ylabel="loss (cross-entropy, in nats)", ylim=(0, 1.1 * top), title="Loss")
     left.legend(loc="lower left")
     draw_matrix(right, counts, run.classes, 8)
     right.set_title(f"Confusion matrix: {run.accuracy:.2f} % correct")

@@ -224,8 +224,8 @@ def complete(folders):
     runs = []
     for run in filter(None, map(read_run, folders)):
         if run.settings.get("eval"):
-            continue  # it has not trained
-        if run.status != "complete":
+            print(f"left out: {run.folder}: it has not trained, with --eval", file=sys.stderr)
+        elif run.status != "complete":
             print(f"left out: {run.folder}: status {run.status}, not complete", file=sys.stderr)
         elif len(run.epochs) != run.settings["epochs"]:
             print(f"left out: {run.folder}: epochs.csv has {len(run.epochs)} of {run.settings['epochs']} epochs",

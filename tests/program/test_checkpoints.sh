@@ -216,6 +216,8 @@ evaluated() {
     same "load/$name/figures" "$wanted" "epoch=0 $(value test_loss) $(value accuracy)"
     same_file "load/$name/predictions" "$tmp/eval/predictions.csv" "$tmp/saved/predictions.csv"
     same "load/$name/no_training" "" "$(grep -E '^(Train Epoch|INFO)' "$out")"
+    same "load/$name/no_figures_of_training" "nan nan ," \
+        "$(value train_loss) $(value train_accuracy) $(tail -n 1 "$tmp/eval/epochs.csv" | cut -d , -f 6,7)"
     same_file "load/$name/same_weights" "$tmp/eval/model.safetensors" "$tmp/saved/model.safetensors"
 }
 
@@ -397,7 +399,7 @@ write("much_metadata", "at most 4096 bytes of metadata",
 write("much_header", "at most 1048576", good + 1048577 * " ")
 for i, text in enumerate(('{', '{{', '{"abc', '{"__metadata__":{},')):
     write(f"garbage_{i}", "a tensor of this model", text, b"")
-write("length_beyond", "at most 1048576", good, length=len(good) + len(numbers) + 1)
+write("length_beyond", "truncated", good, length=len(good) + len(numbers) + 1)
 write("length_-8", "at most 1048576", good, length=2 ** 64 - 8)
 write("length_short", 'expected "fc3.weight"', good, length=good.index(last) + len(last) - 3)
 END

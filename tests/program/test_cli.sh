@@ -255,6 +255,8 @@ test_argument_files() {
     in_file option_before_model lr 0.5 --limit-train 1 --lr 0.5 "@$other"
     : >"$tmp/empty.args"
     in_file empty epochs 14 --limit-train 1 "@$tmp/empty.args"
+    echo "--data $tmp/no#comment # --epochs 7" >"$tmp/mark.args"
+    in_file mark_in_a_word data "$tmp/no#comment" "@$tmp/mark.args"
 
     refused argument_file/missing 2 "$tmp/nowhere.args" "@$tmp/nowhere.args"
     refused argument_file/no_name 2 '@' "@"

@@ -73,7 +73,7 @@ test_idx() {
     bad magic_images $train_images "$both" "images 20 2049 >$train_images"
     bad magic_labels $test_labels "$both" "labels 10 2051 >$test_labels"
     bad swapped $train_images "$both" "cp $train_labels $train_images"
-    bad label_10 $train_labels 'from 0 to 9, found 10 at image 19; a data set with other classes needs an entry in' \
+    bad label_10 $train_labels 'from 0 to 9, found 10 at image 19; a data set with other classes needs a row in' \
         "truncate -s -1 $train_labels && printf '\\x0a' >>$train_labels"
     bad fewer_labels $train_labels "$both" "labels 19 >$train_labels"
     bad more_labels $test_labels "$both" "labels 11 >$test_labels"
