@@ -224,8 +224,8 @@ def complete(folders):
     runs = []
     for run in filter(None, map(read_run, folders)):
         if run.settings.get("eval"):
-            print(f"left out: {run.folder}: it has not trained, with --eval", file=sys.stderr)
-        elif run.status != "complete":
+            continue  # it has not trained
+        if run.status != "complete":
             print(f"left out: {run.folder}: status {run.status}, not complete", file=sys.stderr)
         elif len(run.epochs) != run.settings["epochs"]:
             print(f"left out: {run.folder}: epochs.csv has {len(run.epochs)} of {run.settings['epochs']} epochs",
@@ -249,7 +249,7 @@ def read_runs(root):
         fail(root, "complete runs directly in it", f"none, but run folders below it: {others}",
              f"give one of these folders (make: RUNS={shlex.quote(next(iter(groups)))})")
     if not runs:
-        fail(root, "folders of complete runs", "none", "make study writes them, and so does ./cnn --out")
+        fail(root, "folders of complete runs, without --eval", "none", "make study writes them, and so does ./cnn --out")
     if others:
         print(f"not read: run folders below {root}: {others}; to read them, give their folder "
               f"(make: RUNS={shlex.quote(next(iter(groups)))})", file=sys.stderr)
