@@ -21,13 +21,13 @@ def relu():
 def gradient():
     figure, panels = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
     x = np.linspace(-1.6, 3.6, 200)
-    for axes, rate, begin, title in zip(panels, (0.2, 1.05), (-1.2, 0.3), ("learning rate 0.2", "learning rate 1.05: too large")):
+    for axes, rate, title in zip(panels, (0.2, 1.05), ("learning rate 0.2", "learning rate 1.05: too large")):
         axes.plot(x, (x - 1) ** 2, color="0.6")
-        weights = [begin]
+        weights = [-0.5]
         for _ in range(5):
             weights.append(weights[-1] - rate * 2 * (weights[-1] - 1))
         axes.plot(weights, [(w - 1) ** 2 for w in weights], "ko--", markersize=5, linewidth=0.8)
-        axes.annotate("start", (weights[0], (weights[0] - 1) ** 2), (6, 4), textcoords="offset points", fontsize=8)
+        axes.annotate("start", (weights[0], (weights[0] - 1) ** 2), (-30, -3), textcoords="offset points", fontsize=8)
         axes.set(xlabel="weight", title=title)
         axes.title.set_fontsize(10)
     panels[0].set_ylabel("loss")

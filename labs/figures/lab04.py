@@ -13,7 +13,8 @@ def blocks():
     axes = blank(7.2, 2.2, 72, 22)
     scale = 66 / 1024
     for b in range(4):
-        box(axes, 3 + 256 * b * scale, 12, 256 * scale, 4, f"block {b}: threads 0 to 255", 0.95, 8)
+        box(axes, 3 + 256 * b * scale, 12, 256 * scale, 4, "", 0.95)
+        note(axes, 4 + 256 * b * scale, 14, f"block {b}: threads 0 to 255", 7.5)
         note(axes, 3 + 256 * b * scale, 18, f"i = {256 * b}", 8)
     box(axes, 3, 6, 1000 * scale, 3.5, "out: elements 0 to 999", 0.8, 8)
     box(axes, 3 + 1000 * scale, 12, 24 * scale, 4, "", 0.4)
