@@ -331,8 +331,8 @@ LAB2 = {1: lambda: lab2_each(complete), 2: lambda: lab2_each(agree), 3: lab2_hit
 
 
 def lab3_sweep():
-    options = ("--no-cuda --threads 1 --model cifar --dataset synthetic --limit-train 6400 --limit-test 500 --epochs 2 "
-               "--batch-size 64 --resident off --augment elastic")
+    options = ("--no-cuda --threads 1 --model cifar --dataset synthetic --limit-train 12800 --limit-test 500 "
+               "--epochs 2 --batch-size 64 --resident off --augment elastic")
     sweep, rows, missing = "runs/lab03-workers", [], []
     names = {}
     for path in sorted(glob.glob(f"{sweep}/*/run.json"), reverse=True):
@@ -344,7 +344,7 @@ def lab3_sweep():
             missing.append(str(workers))
             continue
         name = names[workers]
-        run = open_run(f"lab03-workers/{name}", f"./cnn {options} --workers {workers} --out {sweep}/{name}")
+        run = open_run(f"lab03-workers/{name}", f"./cnn {options} --workers {workers} --quiet --out {sweep}/{name}")
         rows.append(run)
         own_times(rows)
         measured(run)
