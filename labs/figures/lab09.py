@@ -22,7 +22,7 @@ def scaling():
             for device in range(devices):
                 box(axes, x + 4, y - 2.4 * device, length, 2.2, f"{64 * length // 24}", 0.85, 7)
                 if devices > 1:
-                    box(axes, x + 4 + length, y - 2.4 * device, 3, 2.2, "", 1, 7, "////")
+                    box(axes, x + 4 + length, y - 2.4 * device, 4 * (devices - 1) / devices, 2.2, "", 1, 7, "////")
             y -= 2.4 * devices + 2.2
         arrow(axes, (x + 4, 3.2), (x + 32, 3.2))
         axes.text(x + 18, 1, "time of a step", ha="center", fontsize=8)
