@@ -426,6 +426,10 @@ if not all(abs(w) < 10 for w in weights) or len(set(weights)) < 1000000:
     print("weights are not finite and varied")
 END
 
+    run --model lenet --dataset synthetic --limit-train 256 --limit-test 1 --epochs 1 --batch-size 16 \
+        --augment elastic --workers 1 --out "$tmp/waits"
+    same out/loader_wait "" "$(awk -F , 'NR == FNR { sum += $8; next } FNR == 2 && ($5 - sum) ^ 2 > 1e-6 {
+        print "loader_wait_s", $5, "; sum of load_s", sum }' "$tmp/waits/steps.csv" "$tmp/waits/epochs.csv")"
     run "${tiny[@]}" --out "$tmp/without"
     same out/no_model_unasked "" "$(find "$tmp/without" "$tmp/cwd" -name '*.safetensors')"
     run "${tiny[@]}" --eval --profile --out "$tmp/evaluated"
