@@ -5,8 +5,10 @@ import csv
 import hashlib
 import html
 import io
+import json
 import os
 import re
+from types import SimpleNamespace
 
 COLUMNS = ["student", "lab", "points", "of", "flags", "rerun", "page"]
 RUBRIC = [("correctness", 35), ("measurement", 25), ("explanation", 25), ("reproducibility", 10), ("style", 5)]
@@ -52,33 +54,58 @@ def page_of(result):
     return f"pages/{page_name(result.student)}.html"
 
 
-def rows_of(out):
-    """The rows of an earlier call."""
+def rows_of(out, fail):
+    """The rows of an earlier call. A grade book with others ends this program: to replace it would lose them."""
+    path = os.path.join(out, "gradebook.csv")
     try:
-        with open(os.path.join(out, "gradebook.csv"), newline="", encoding="utf-8") as f:
-            return [row for row in list(csv.reader(f))[1:] if len(row) == len(COLUMNS)]
-    except OSError:
+        with open(path, newline="", encoding="utf-8") as f:
+            rows = list(filter(None, csv.reader(f)))
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError, csv.Error) as error:
+        rows = [[str(error)]]
+    for number, row in enumerate(rows, 1):
+        if row != COLUMNS if number == 1 else len(row) != len(COLUMNS):
+            fail(f"{path}, line {number}", ",".join(COLUMNS), plain(",".join(row)),
+                 "undo the change and keep your own columns in another file, or give another folder: --out DIR")
+    return rows[1:]
 
 
-def other_labs(options):
-    return sorted({row[COLUMNS.index("lab")] for row in rows_of(options.out)} - {options.lab})
+def other_labs(options, fail):
+    return sorted({row[COLUMNS.index("lab")] for row in rows_of(options.out, fail)} - {options.lab})
 
 
-def write(options, results, new):
+def runs_of(out):
+    """{student: runs} of earlier calls, with what grading.compare() needs of a run."""
+    try:
+        with open(os.path.join(out, "runs.json"), encoding="utf-8") as f:
+            return json.load(f)
+    except FileNotFoundError:
+        return {}
+
+
+def earlier(options, results):
+    """The students whom only earlier calls have graded, and their runs."""
+    graded = {result.student for result in results}
+    return [SimpleNamespace(student=student, runs=runs, flags=[]) for student, runs in runs_of(options.out).items()
+            if student not in graded]
+
+
+def write(options, results, new, fail):
     """The grade book of all results so far, and the pages of the new ones. Only this user can read them."""
-    book_path = os.path.join(options.out, "gradebook.csv")
     os.makedirs(options.out, mode=0o700, exist_ok=True)
     os.makedirs(os.path.join(options.out, "pages"), exist_ok=True)
     for result in new:
         save(os.path.join(options.out, page_of(result)), make_page(options, result))
+    runs = {result.student: [{key: run[key] for key in ("folder", "rows", "times")} for run in result.runs]
+            for result in new if result.runs}
+    save(os.path.join(options.out, "runs.json"), json.dumps({**runs_of(options.out), **runs}))
     rows = [[result.student, options.lab, "" if result.points is None else result.points, result.of, kinds(result),
              again(result), page_of(result)] for result in results]
-    book = io.StringIO()
-    graded = {cell(result.student) for result in results}
-    others = [row for row in rows_of(options.out) if row[0] not in graded]
-    csv.writer(book, lineterminator="\n").writerows([COLUMNS, *others, *(map(cell, row) for row in rows)])
-    save(book_path, book.getvalue())
+    book = {row[0]: row for row in [*rows_of(options.out, fail), *(list(map(cell, row)) for row in rows)]}
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows([COLUMNS, *book.values()])  # each student where they were
+    save(os.path.join(options.out, "gradebook.csv"), lines.getvalue())
 
 
 def save(path, text):

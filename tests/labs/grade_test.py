@@ -57,9 +57,9 @@ def judge(name, flags):
 # ---- All of labs/grade
 
 
-def grade(names, *options):
+def grade(names, *options, to="grades"):
     """Grades these, with the options; returns (status, output, rows of the grade book, pages)."""
-    folder, out = os.path.join(MADE, "given"), os.path.join(MADE, "grades")
+    folder, out = os.path.join(MADE, "given"), os.path.join(MADE, to)
     paths = [os.path.join(folder, name) for name in names]
     done = subprocess.run([os.path.join(REPO, "labs", "grade"), "--lab", "0", "--out", out, "--starter",
                            f"{MADE}/starter", "--program", f"{MADE}/cnn", "--jobs", f"{MADE}/jobs.txt", "--again", "9",
@@ -106,10 +106,21 @@ def test_whole(names):
     verdict("whole/no_formula", "no cell that begins with =", cells, not re.search("(^|,)[=+@-]", cells, re.M))
     untouched()
     _, _, later, _ = grade(names[:1])  # one student by itself, later
-    same("whole/others_stay", sorted(row["student"] for row in rows), sorted(row["student"] for row in later))
+    same("whole/others_stay", rows, later)
     same("whole/private", 0o700, os.stat(f"{MADE}/grades").st_mode & 0o777)
     for page in pages:
         verdict(f"whole/file_name/{page}", "harmless characters", page, re.fullmatch("pages/[A-Za-z0-9._-]+", page))
+
+
+def test_later():
+    """Later calls find runs copied from students of earlier ones, whose rows stay where they are."""
+    grade(["liam_the_victim", "anna"], "--again", "0", to="later")
+    for name, flags in ("copied_run", ["", "", "1 copied"]), ("liam_the_victim", ["1 copied", "", "1 copied"]):
+        _, said, rows, _ = grade([name], "--again", "0", to="later")
+        same(f"later/{name}", dict(zip(["liam_the_victim", "anna", "copied_run"], flags)),
+             {row["student"]: row["flags"] for row in rows})
+        verdict(f"later/{name}/said", "2 students graded earlier", said, "those of 2 students graded earlier" in said)
+        same(f"later/{name}/order", ["liam_the_victim", "anna", "copied_run"], [row["student"] for row in rows])
 
 
 def some(names):
@@ -257,7 +268,11 @@ def test_refused():
     folder, no_bwrap = os.path.join(MADE, "given", "anna"), f"{MADE}/no_bwrap/bwrap"
     submissions.save(no_bwrap, "#!/bin/sh\nexit 1\n")
     os.chmod(no_bwrap, 0o755)
-    submissions.save(f"{MADE}/of_lab_0/gradebook.csv", f"{','.join(gradebook.COLUMNS)}\nanna,0,10,10,,,\n")
+    head, row = ",".join(gradebook.COLUMNS), "anna,0,10,10,,,"
+    books = {"of_lab_0": f"{head}\n{row}\n", "own_column": f"{head},mine\n{row},35\n", "own_cell": f"{head}\n{row},35\n",
+             "semicolons": f"{head}\n{row}\n".replace(",", ";"), "latin1": f"{head}\n{row}\udcfc\n"}
+    for name, text in books.items():
+        submissions.save(f"{MADE}/{name}/gradebook.csv", text)
     for name, words, wanted in (
             ("no_folder", ["--lab", "0", "nowhere"], "nowhere: expected a folder or an archive"),
             ("no_bubblewrap", ["--lab", "0", folder], "add --isolation limits"),
@@ -265,6 +280,10 @@ def test_refused():
             ("no_lab", ["--lab", "99", folder], "there is no such lab"),
             ("no_number", ["--lab", "x", folder], "--lab: expected a whole number, found 'x'"),
             ("two_labs", ["--lab", "1", "--out", f"{MADE}/of_lab_0", folder], "expected a folder for one lab"),
+            *((name, ["--lab", "0", "--out", f"{MADE}/{name}", folder],
+               f"{name}/gradebook.csv, line {line}: expected {head}, found {found}") for name, line, found in (
+                   ("own_column", 1, f"{head},mine;"), ("own_cell", 2, f"{row},35;"),
+                   ("semicolons", 1, "student;lab;"), ("latin1", 1, "'utf-8' codec can't"))),
             ("no_program", ["--lab", "0", "--program", "none", folder], "none: expected your build of cnn"),
             ("no_starter", ["--lab", "0", "--starter", folder, folder], "expected a starter"),
             ("no_jobs", ["--lab", "0", "--jobs", f"{folder}/cnn.c", folder], "expected the columns JobIDRaw")):
@@ -275,6 +294,9 @@ def test_refused():
                               text=True, check=False, cwd=MADE, env=environment)
         verdict(f"refused/{name}", f"exit 2 and {wanted}", f"{done.returncode} {done.stderr}",
                 done.returncode == 2 and wanted in done.stderr and "Traceback" not in done.stderr)
+    for name, text in books.items():
+        with open(f"{MADE}/{name}/gradebook.csv", encoding="utf-8", errors="surrogateescape") as f:
+            same(f"refused/{name}/stays", text, f.read())
 
 
 class Sandboxed(Plain):
@@ -369,6 +391,7 @@ def main():
     try_sandbox.test_all(verdict, MADE, QUICK)
     test_whole(["anna"] if QUICK else some(every))
     if not QUICK:
+        test_later()
         for lab in ["1", *some(["4"])]:
             test_hostile_code(lab)
 
