@@ -16,7 +16,7 @@ import intake
 import sandbox
 from run_folders import Missing, other_loss, repeat_options, step_losses
 
-TEST_S = 100        # of one test of the checker, if LIMIT_S is not set
+TEST_S = 300        # of one test of the checker, if LIMIT_S is not set: what students have in labs/check/check.sh
 BUILD_S = 600       # of the builds of the checker
 EXAMINE_S = 60
 PLOT_S = 120
@@ -30,6 +30,7 @@ BUSY = 1.5          # the measured peak may be too low by this factor, as in ver
 # Why a test has failed, if a part has done what it should not
 BY_A_PART = re.compile("has no use for|has no use in this task|a part may call|ended before its end|stopped after|"
                        "instead of returning|does not return|ended by signal")
+AN_ENDLESS_LOOP = ": an endless loop, or a deadlock?"
 
 
 class Ungraded(Exception):
@@ -45,7 +46,7 @@ class Course:
         self.starter, self.tools, self.program = (os.path.join(base, n) for n in ("starter", "tools", "cnn"))
         self.seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
         self.count = 0
-        self.tests = list_tests(self.starter, self.lab)
+        self.tests, self.partless = list_tests(self.starter, self.lab)
         self.python, self.plots, self.python_files = find_python()
 
     def folder(self):
@@ -87,10 +88,11 @@ def find_python():
 
 
 def list_tests(starter, lab):
-    """[(points, title)] of the lab's tests."""
+    """[(points, title)] of the lab's tests, and the titles of those that need no code of a student."""
     script = f'home=$PWD; . "labs/check/lab{int(lab):02d}.sh"; tests'
     said = subprocess.run(["bash", "-c", script], cwd=starter, check=True, capture_output=True, text=True).stdout
-    return [(int(line.split("|")[0]), line.split("|")[2]) for line in said.splitlines()]
+    lines = [line.split("|") for line in said.splitlines()]
+    return [(int(points), title) for points, _, title in lines], [title for _, parts, title in lines if parts == "-"]
 
 
 # ---- What the sandbox has written
@@ -217,15 +219,19 @@ def check(course, result, given, folder):
         result.flags.append(("checker", f"make check LAB={course.lab}", "expected the results of all tests, found "
                              f"none: {done.stopped or last_line(done.said)}"))
         return
-    for (points, title), test in zip(course.tests, tests):
+    for number, ((points, title), test) in enumerate(zip(course.tests, tests), 1):
+        where, kind = f"test {number}: {title}", "checker" if title in course.partless else "code"
         test = test if isinstance(test, dict) else {}
         passed = test.get("score") == points and test.get("status") == "passed"
-        said = text(test.get("output"), 2000)
+        said = text(test.get("output"), 10_000).replace(given + "/", "").replace(given, "the submission")[:2000]
+        if kind == "checker":
+            said = said.replace(AN_ENDLESS_LOOP, ": this test needs no code of the student; is this machine slow or "
+                                f"busy? LIMIT_S={2 * limit} gives each test more time.")
         result.tests.append((title, points if passed else 0, points, said))
         if said.startswith("skipped:"):
-            result.flags.append(("checker", f"test {len(result.tests)}: {title}", f"not tested on this machine: {said}"))
+            result.flags.append(("checker", where, f"not tested on this machine: {said}"))
         if BY_A_PART.search(said):
-            result.flags.append(("code", f"test {len(result.tests)}: {title}", said))
+            result.flags.append((kind, where, said))
     points = sum(got for _, got, _, _ in result.tests)
     expected = f"lab {course.lab}: {points}/{result.of} points"
     if done.status not in (0, 1) or last_line(done.said) != expected:
@@ -371,7 +377,7 @@ def draw_plots(course, result, given, folder):
             if picture and re.fullmatch("[a-z]+.png", name):
                 result.plots.append((f"{above}: {name[:-4]}", picture))
         if not drawn:
-            result.notes.append(f"No plots of {above}: {done.stopped or last_line(done.said)}")
+            result.notes.append(f"No plots of {above}: {done.stopped or last_line(done.said).replace(source, above)}")
 
 
 def read_picture(path):

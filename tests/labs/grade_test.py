@@ -8,6 +8,7 @@ one). It prints `pass grade/NAME`, `fail grade/NAME: ...` or `skip grade/NAME: .
 import csv
 import glob
 import html
+import json
 import os
 import re
 import signal
@@ -201,7 +202,7 @@ class Plain:
 
     def __init__(self):
         self.base, self.starter, self.tools = MADE, f"{MADE}/starter", f"{MADE}/tools"
-        self.lab, self.python, self.count = "0", sys.executable, 0
+        self.lab, self.python, self.count, self.partless = "0", sys.executable, 0, []
         self.program, self.again, self.data, self.seed = f"{MADE}/cnn", 9, None, 1
         self.jobs = grading.read_jobs(f"{MADE}/jobs.txt", None)
 
@@ -330,6 +331,28 @@ def test_forged():
         same(f"forged/{name}", (points, points is None), (result.points, bool(result.flags)))
 
 
+def test_out_of_time():
+    """A test without code of the student does not blame it, and no text names a folder of the grader."""
+    said = "stopped after 300 s: an endless loop, or a deadlock? "
+    for partless, kind in (["a test"], "checker"), ([], "code"):
+        course, given = Plain(), os.path.join(MADE, "out_of_time", kind)
+        os.makedirs(given)
+        course.tests, course.partless = [(3, "a test"), (7, "another")], partless
+
+        def run(_command, _read, write, _seconds, given=given):
+            tests = [{"output": said}, {"output": f"runs/lab00: there is no such folder in {given}; {given}/cnn.c"}]
+            submissions.save(os.path.join(write, "results.json"), json.dumps({"tests": tests}))
+            return grading.SimpleNamespace(status=1, stopped="", left=0, said="lab 0: 0/10 points")
+
+        course.run = run
+        result = grading.new_result("mallory", course.tests)
+        grading.check(course, result, given, given)
+        same(f"out_of_time/{kind}", [kind], [flag[0] for flag in result.flags])
+        same(f"out_of_time/{kind}/loop", kind == "code", "loop" in result.flags[0][2] and "loop" in result.tests[0][3])
+        same(f"out_of_time/{kind}/path", "runs/lab00: there is no such folder in the submission; cnn.c",
+             result.tests[1][3])
+
+
 def test_broken_tools():
     """Where this program's own Python does not start, nobody gets a grade, not even 0 points."""
     course = Sandboxed()
@@ -372,7 +395,7 @@ def test_ended(number):
 def test_refusals():
     """The phrases by which labs/grade knows what a part has done are the checker's."""
     checker = "".join(submissions.load(path) for path in glob.glob(f"{REPO}/labs/check/*.*"))
-    for phrase in grading.BY_A_PART.pattern.split("|"):
+    for phrase in (*grading.BY_A_PART.pattern.split("|"), grading.AN_ENDLESS_LOOP, f"LIMIT_S:-{grading.TEST_S}}}"):
         verdict(f"refusals/{phrase.replace(' ', '_')}", "in labs/check", "nowhere", phrase in checker)
 
 
@@ -385,6 +408,7 @@ def main():
     test_refused()
     test_examined(every)
     test_forged()
+    test_out_of_time()
     test_broken_tools()
     for number in (signal.SIGHUP,) if QUICK else (signal.SIGHUP, signal.SIGTERM):
         test_ended(number)
