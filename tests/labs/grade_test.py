@@ -115,7 +115,10 @@ def test_whole(names):
 
 def test_later():
     """Later calls find runs copied from students of earlier ones, whose rows stay where they are."""
-    grade(["liam_the_victim", "anna"], "--again", "0", to="later")
+    submissions.save(f"{MADE}/given/notes.rar", "no archive that labs/grade reads")
+    status, said, _, _ = grade(["liam_the_victim", "notes.rar", "anna"], "--again", "0", to="later")
+    same("later/stray/status", 1, status)
+    verdict("later/stray", "the file's name", said, re.search("Not graded: .*/notes.rar: expected a", said))
     for name, flags in ("copied_run", ["", "", "1 copied"]), ("liam_the_victim", ["1 copied", "", "1 copied"]):
         _, said, rows, _ = grade([name], "--again", "0", to="later")
         same(f"later/{name}", dict(zip(["liam_the_victim", "anna", "copied_run"], flags)),
@@ -270,8 +273,9 @@ def test_refused():
     submissions.save(no_bwrap, "#!/bin/sh\nexit 1\n")
     os.chmod(no_bwrap, 0o755)
     head, row = ",".join(gradebook.COLUMNS), "anna,0,10,10,,,"
-    books = {"of_lab_0": f"{head}\n{row}\n", "own_column": f"{head},mine\n{row},35\n", "own_cell": f"{head}\n{row},35\n",
-             "semicolons": f"{head}\n{row}\n".replace(",", ";"), "latin1": f"{head}\n{row}\udcfc\n"}
+    books = {"of_lab_0": f"{head}\n{row}\n", "own_column": f"{head},mine\n{row},35\n",
+             "own_cell": f"{head}\n{row},35\n", "semicolons": f"{head}\n{row}\n".replace(",", ";"),
+             "latin1": f"{head}\n{row}\udcfc\n"}
     for name, text in books.items():
         submissions.save(f"{MADE}/{name}/gradebook.csv", text)
     for name, words, wanted in (
@@ -286,7 +290,10 @@ def test_refused():
                    ("own_column", 1, f"{head},mine;"), ("own_cell", 2, f"{row},35;"),
                    ("semicolons", 1, "student;lab;"), ("latin1", 1, "'utf-8' codec can't"))),
             ("no_program", ["--lab", "0", "--program", "none", folder], "none: expected your build of cnn"),
-            ("no_starter", ["--lab", "0", "--starter", folder, folder], "expected a starter"),
+            ("no_starter", ["--lab", "0", "--starter", folder, folder], "the starter of lab 0, found no starter"),
+            ("other_starter", ["--lab", "1", "--starter", f"{MADE}/starter", folder],
+             "the starter of lab 1, found that of lab 0"),
+            ("no_submission", ["--lab", "0", f"{folder}/cnn.c"], "cnn.c: expected a folder or an archive"),
             ("no_jobs", ["--lab", "0", "--jobs", f"{folder}/cnn.c", folder], "expected the columns JobIDRaw")):
         environment = dict(os.environ, PATH=f"{MADE}/no_bwrap:{os.environ['PATH']}")
         if name != "no_bubblewrap":
