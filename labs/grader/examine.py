@@ -28,6 +28,7 @@ MOST = 40               # flags of each kind
 STEPS = 2000            # of a run that are compared
 AGAIN = 5               # of a run that is repeated
 GFLOPS_PER_CORE = 400   # more than any core does: 6 GHz x 64 operations
+EMPTY = "empty: no run folder, no report, and every part is the starter's"
 TEXT = 20_000           # characters of a part, or of the report, that are shown
 # The checker and the tools of a starter: labs/grade uses its own, and these need no edit.
 TOOLS = ["Makefile", "labs/programs.mk", "labs/check", "labs/tools", "labs/pristine", "labs/stubs", "tests"]
@@ -204,35 +205,58 @@ def report_of(root, folders):
         return read_text(os.path.join(root, "report.md"))
 
 
-def all_reports(root, lab):
-    """The reports among the run folders, and the one that make report LAB=n has written elsewhere."""
-    found = [report_of(folder, members) for folder, members in find_folders(root).items()]
-    handed_in = read_text(f"reports/lab{lab:0>2}/report_full.md")
-    if handed_in:
+def all_reports(root, beside):
+    """The reports among the run folders, and the one that make report LAB=n has written in the folder `beside`."""
+    groups = {**find_folders(root), **find_folders(beside)}
+    found = [report_of(folder, members) for folder, members in groups.items()]
+    handed_in = read_text(f"{beside}/report_full.md")
+    if handed_in and not (beside in groups and os.path.exists(f"{beside}/report.md")):
         found.append("The tables below are as handed in: they were not compared with the runs.\n\n" + handed_in)
     return "\n\n".join(filter(None, found))
 
 
+def examine_report(flags, folder):
+    """The report that make report LAB=n writes: what was handed in of it, questions or text with tables or both."""
+    source, full = f"{folder}/report.md", f"{folder}/report_full.md"
+    runs = list(filter(None, map(complete_run, find_folders(folder).get(folder, []))))
+    if runs and os.path.exists(source):
+        lines = guarded(folder, verify.check_report(folder, runs))
+    else:
+        source = source if os.path.exists(source) else full
+        lines = [verify.finding(f"{source}, line {number}", "your answer", line.strip()[:60])
+                 for number, line in enumerate(read_text(source).splitlines(), 1) if "TODO:" in line]
+        if not runs:
+            lines.append(verify.finding(full, "the run folders of its tables", "no complete one"))
+    for place, what in map(split_finding, lines):
+        if os.path.exists(place.partition(", line ")[0]):
+            flags.append(["report", place, what])
+
+
 def main(folder, starter, lab, said):
     os.chdir(folder)
-    flags, root = [], "runs" if os.path.isdir("runs") else "."
+    flags, root, beside = [], "runs" if os.path.isdir("runs") else ".", f"reports/lab{lab:0>2}"
     runs = examine_runs(flags, root)
+    examine_report(flags, beside)
     examine_tools(flags, starter)
-    described = []
+    described, parts = [], parts_of(lab, starter)
     for run in runs:
         try:
             described.append(describe(run))
         except DAMAGES as error:
             flags.append(["numbers", verify.path(run, "run.json"), "expected what ./cnn --out writes, found "
                           f"{type(error).__name__}: {error}"])
+    report = all_reports(root, beside) or read_text("report.md")
+    os.chdir(starter)
+    own = [part for part in parts if part not in parts_of(lab, starter)]
+    os.chdir(folder)
+    notes = [] if own or report or runs or any(flag[0] != "files" for flag in flags) else [EMPTY]
     counts, kept = {}, []
     for flag in flags:
         counts[flag[0]] = counts.get(flag[0], 0) + 1
         if counts[flag[0]] <= MOST:
             kept.append(flag)
     with open(said, "w", encoding="utf-8", errors="replace") as f:
-        json.dump(dict(flags=kept, runs=described, parts=parts_of(lab, starter),
-                       report=all_reports(root, lab) or read_text("report.md")), f)
+        json.dump(dict(flags=kept, runs=described, parts=parts, notes=notes, report=report), f)
 
 
 if __name__ == "__main__":

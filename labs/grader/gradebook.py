@@ -47,7 +47,8 @@ def kinds(result):
 
 def summary(result):
     points = "not graded" if result.points is None else f"{result.points}/{result.of} points"
-    return f"{points}, flags: {kinds(result) or 'none'}, re-runs: {again(result)}"
+    empty = "".join(f"; {note}" for note in result.notes if note.startswith("empty: "))
+    return f"{points}, flags: {kinds(result) or 'none'}, re-runs: {again(result)}{empty}"
 
 
 def page_of(result):

@@ -245,12 +245,25 @@ def check(course, result, given, folder):
                              f"{done.left}; they were ended"))
 
 
+def link_runs(course, given):
+    """Makes the links to run folders anew that make report LAB=n has made beside a report; see lab_runs.sh."""
+    lab, runs = f"lab{course.lab:0>2}", os.path.join(given, "runs")
+    for folder, _, names in os.walk(runs) if os.path.isdir(f"{given}/reports/{lab}") else ():
+        path = os.path.relpath(folder, runs)
+        if "run.json" in names and path.startswith(lab):
+            with contextlib.suppress(OSError):  # two of one name, or one that is too long
+                os.symlink(f"../../runs/{path}", f"{given}/reports/{lab}/{path.replace('/', '-')}")
+
+
 def examine(course, result, given, folder):
     """Flags of examine.py; the runs, parts and report."""
+    link_runs(course, given)
     write = course.new(folder, "examine")
     said = os.path.join(write, "said.json")
     done = course.run(["prlimit", f"--as={4 << 30}", "--", course.python, os.path.join(course.tools, "examine.py"),
-                       given, course.starter, course.lab, said], [course.tools, course.starter, given], write, EXAMINE_S)
+                       given, course.starter, course.lab, said],
+                      [course.tools, os.path.join(course.base, f"lab{course.lab:0>2}"), course.starter, given], write,
+                      EXAMINE_S)
     found = read_json(said)
     if done.status or not isinstance(found, dict):
         result.flags.append(("numbers", "run folders and report", "expected files that can be read, found none: "
@@ -259,6 +272,7 @@ def examine(course, result, given, folder):
     result.flags += [tuple(text(part) for part in flag) for flag in found["flags"] if len(flag) == 3]
     result.parts = [tuple(text(part, 20_000) for part in parts) for parts in found["parts"]]
     result.runs, result.report = list(map(clean, found["runs"])), text(found["report"], 20_000)
+    result.notes += [text(note) for note in found["notes"]]
 
 
 def clean(run):

@@ -254,6 +254,8 @@ def test_examined(names):
     grading.compare(results)
     for result in results:
         judge(result.student, result.flags)
+        empty = [note for note in result.notes if note.startswith("empty: ")]
+        same(f"empty/{result.student}", result.student == "starter_as_it_was", bool(empty))
     untouched()
 
 

@@ -116,15 +116,15 @@ class Student:
     def path(self, name):
         return f"{self.folder}/{name}"
 
-    def report(self):
+    def report(self, folder="runs", answer="An answer."):
         """As make report writes it, with answers; report.html may be there or not, so it is not."""
-        make = [sys.executable, f"{self.made}/tools/report.py", self.path("runs")]
+        make = [sys.executable, f"{self.made}/tools/report.py", self.path(folder)]
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-        text = re.sub(r"^> TODO:.*\n(> .*\n)*", "An answer.\n", load(self.path("runs/report.md")), flags=re.M)
-        save(self.path("runs/report.md"), text)
+        text = re.sub(r"^> TODO:.*\n(> .*\n)*", answer + "\n", load(self.path(f"{folder}/report.md")), flags=re.M)
+        save(self.path(f"{folder}/report.md"), text)
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-        if os.path.exists(self.path("runs/report.html")):
-            os.remove(self.path("runs/report.html"))
+        if os.path.exists(self.path(f"{folder}/report.html")):
+            os.remove(self.path(f"{folder}/report.html"))
         return text
 
 
@@ -159,6 +159,22 @@ def chen_report(student):
     student.run("lab00-again")
     student.report()
     link_runs(student)
+
+
+@good()
+def chloe_lab_report(student):
+    """As make report LAB=0 writes it; handed in with git, which ignores the links."""
+    student.run()
+    student.run("lab00-again")
+    lab_report(student)
+
+
+def lab_report(student, answer="An answer."):
+    link_runs(student)
+    for name in os.listdir(student.path("runs")):
+        if name != "lab00":
+            os.symlink(f"../../runs/{name}", student.path(f"reports/lab00/{name}"))
+    student.report("reports/lab00", answer)
 
 
 def pack_zip(student, name_of):
@@ -510,6 +526,32 @@ def report_edited(student):
     tables = load(student.path("runs/tables.md"))
     os.remove(student.path("runs/tables.md"))  # as make report writes it, it is not to be written to
     save(student.path("runs/tables.md"), tables.replace("provenance | measured", "provenance | faster"))
+
+
+@bad(("report", "reports/lab00/report.md, line", "your answer"),
+     ("report", "reports/lab00/report_full.md", "the generated line"))
+def lab_report_unanswered(student):
+    """A question has no answer, and a run of its tables is missing."""
+    student.run()
+    student.run("lab00-again")
+    lab_report(student, "> TODO: an answer")
+    os.remove(student.path("reports/lab00/tables.md"))  # nobody needs to hand it in
+    shutil.rmtree(student.path("runs/lab00-again"))
+
+
+@bad(("report", "reports/lab00/report_full.md, line", "your answer"),
+     ("report", "reports/lab00/report_full.md", "the run folders of its tables, found no complete one"))
+def lab_report_alone(student):
+    student.run()
+    lab_report(student, "> TODO: an answer")
+    os.remove(student.path("reports/lab00/report.md"))
+    shutil.rmtree(student.path("runs"))
+
+
+@bad()
+def starter_as_it_was(student):
+    """A page that says so, but no flag."""
+    os.rmdir(student.path("runs"))
 
 
 # ---- Hostile ones

@@ -15,7 +15,8 @@ export PYTHONDONTWRITEBYTECODE=1 NO_CUDA=1 NO_MPI=1
 unset MAKEFLAGS MAKELEVEL
 chmod 755 "$tmp" # the sandbox has another user, if these tests run as root
 made=$tmp/made
-mkdir -p "$made"/{bin,canary,given} && cp "$cnn" "$made/cnn" && cp -r "$repo/labs/tools" "$made/tools" || exit 1
+mkdir -p "$made"/{bin,canary,given,lab00} && cp "$cnn" "$made/cnn" && cp -r "$repo/labs/tools" "$made/tools" || exit 1
+cp "$repo/labs/lab00/questions.md" "$made/lab00" || exit 1
 cp "$repo"/labs/grader/*.py "$made/tools"
 
 # ./cnn is compiled once, not for each student: this compiler copies it, and answers for the checker's long training.
