@@ -280,10 +280,13 @@ def test_refused():
              "latin1": f"{head}\n{row}\udcfc\n"}
     for name, text in books.items():
         submissions.save(f"{MADE}/{name}/gradebook.csv", text)
+    for name in ("a b", "a  b"):
+        os.makedirs(f"{MADE}/twice/{name}")
     for name, words, wanted in (
             ("no_folder", ["--lab", "0", "nowhere"], "nowhere: expected a folder or an archive"),
             ("no_bubblewrap", ["--lab", "0", folder], "add --isolation limits"),
             ("same_name", ["--lab", "0", folder, folder], "a name of its own for each student"),
+            ("same_row", ["--lab", "0", f"{MADE}/twice/a b", f"{MADE}/twice/a  b"], "a name of its own for each"),
             ("no_lab", ["--lab", "99", folder], "there is no such lab"),
             ("no_number", ["--lab", "x", folder], "--lab: expected a whole number, found 'x'"),
             ("two_labs", ["--lab", "1", "--out", f"{MADE}/of_lab_0", folder], "expected a folder for one lab"),
