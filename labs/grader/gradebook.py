@@ -66,7 +66,8 @@ def rows_of(out, fail):
     except (OSError, ValueError, csv.Error) as error:
         rows = [[str(error)]]
     for number, row in enumerate(rows, 1):
-        if row != COLUMNS if number == 1 else len(row) != len(COLUMNS):
+        is_own = row == COLUMNS or (number > 1 and len(row) == len(COLUMNS))
+        if not is_own:
             fail(f"{path}, line {number}", ",".join(COLUMNS), plain(",".join(row)),
                  "undo the change and keep your own columns in another file, or give another folder: --out DIR")
     return rows[1:]
