@@ -4480,8 +4480,9 @@ static void *comm_thread(void *argument) {
         else
             all_reduce(c, c->net->grads, c->buckets[bucket]);
         c->net->device->nsight_range(NSIGHT_STEP, NULL);
-        c->seconds += now() - begin;
-        trace_event(c->rank, TRACK_COMM, "all-reduce", begin, now());
+        const double end = now();
+        c->seconds += end - begin;
+        trace_event(c->rank, TRACK_COMM, "all-reduce", begin, end);
         pthread_mutex_lock(&c->lock);
         c->buckets_done++;
         pthread_cond_broadcast(&c->changed);

@@ -246,7 +246,8 @@ test_nccl() {
 test_run_folder() {
     with replicas 3 --dataset synthetic --limit-train 3000 --limit-test 10 --dry-run
     line folder/images_are_shared '^Memory in MB of each device: .* data set 0\.8,' # of 3010 * 785 bytes
-    with replicas 3 --dataset synthetic --limit-train 60 --limit-test 10 --epochs 1 --batch-size 5
+    with replicas 3 --dataset synthetic --limit-train 60 --limit-test 10 --epochs 1 --batch-size 5 \
+        --trace "$tmp/trace.json"
     same folder/ranks 12 "$(tail -n +2 "$tmp/run/steps.csv" | grep -c '^1,')"
     # 2 (N - 1) / N of the gradients' 4 * 1199882 bytes, and of the gaps between tensors
     same folder/bytes_sent 12 "$(awk -F , 'NR > 1 && $16 >= 6399370 && $16 < 6399370 * 1.001' \
@@ -257,8 +258,8 @@ test_run_folder() {
     line folder/summary "^ranks=3 compute_s=$number load_s=$number comm_s=$number \
 exposed_comm_s=$number other_s=$number mb_sent=25\.6 "
     line folder/first_line '^Train Epoch: 1 \[0/60 \(0%\)\]'
-    python folder/json "$tmp/run" <<'END'
-import csv, json, sys
+    python folder/json "$tmp/run" "$tmp/trace.json" <<'END'
+import collections, csv, json, sys
 run = json.load(open(sys.argv[1] + "/run.json"))
 want = {"mode": "ddp", "world": 3, "batch_per_device": 5, "global_batch": 15, "iterations": 4,
         "buckets": 2, "workers": 1, "graph": False}
@@ -269,6 +270,16 @@ for row in csv.DictReader(open(sys.argv[1] + "/steps.csv")):
     sum_s = sum(float(row[part + "_s"]) for part in parts)
     if abs(sum_s - float(row["seconds"])) > 1e-5:
         print("parts add up to", sum_s, "of", row["seconds"])
+# comm_s is the time of all buckets of a step
+comm, traced = collections.Counter(), collections.Counter()
+for row in csv.DictReader(open(sys.argv[1] + "/steps.csv")):
+    comm[int(row["rank"])] += float(row["comm_s"])
+for event in json.load(open(sys.argv[2]))["traceEvents"]:
+    if event["name"] == "all-reduce":
+        traced[event["pid"]] += event["dur"] / 1e6
+for rank in range(3):
+    if not traced[rank] > 0 or abs(comm[rank] - traced[rank]) > 2e-5:
+        print("rank", rank, "communicates for", comm[rank], "s, in the trace", traced[rank])
 END
     with replicas 2 --dataset synthetic --limit-train 40 --limit-test 4 --epochs 1 --parallel dp \
         --batch-size 10
