@@ -296,7 +296,8 @@ ifeq ($(wildcard tests/run_tests.sh),)
 test test-all test-long bench-gpu ptx:
 	@echo "A starter has no tests of the whole project: run make check LAB=n"; exit 1
 else
-# The variables of this call; a blank in a value is a backslash and a blank there.
+# The variables of this call, to repeat it. A blank in a value is a backslash and a blank in MAKEOVERRIDES; ^ stands for
+# them while make separates words at blanks.
 without_parts = $(subst ^,\$() ,$(filter-out PARTS=%,$(subst \$() ,^,$(MAKEOVERRIDES))))
 test: QUICK = 1
 test test-all:

@@ -5650,8 +5650,8 @@ static void parse_file(Settings *s, const char *path) {
         die(EXIT_USAGE, "@%s: cannot read it: %s", path, strerror(errno));
     if (!S_ISREG(info.st_mode)) // a pipe would be empty when the command line is parsed again
         die(EXIT_USAGE,
-            "@%s: expected a regular file, found a pipe, device or folder; write the options to "
-            "one",
+            "@%s: expected a regular file, found a pipe, device or folder; write the options to a "
+            "file",
             path);
     char *text = argument_text + argument_text_used;
     const size_t length = fread(text, 1, space, f);

@@ -167,8 +167,10 @@ def marked_parts(path, lab):
             yield ids[0], text[begin.end():end.start()].partition("\n")[2]
 
 
-def parts_of(lab, starter):
-    return [[name, part, text[:TEXT]] for name in marked_files(starter) for part, text in marked_parts(name, lab)]
+def parts_of(folder, lab, starter):
+    """[file, ID, text] of each part of this lab in a folder, which may be the starter itself."""
+    return [[name, part, text[:TEXT]] for name in marked_files(starter)
+            for part, text in marked_parts(os.path.join(folder, name), lab)]
 
 
 def marked_files(starter):
@@ -238,7 +240,7 @@ def main(folder, starter, lab, said):
     runs = examine_runs(flags, root)
     examine_report(flags, beside)
     examine_tools(flags, starter)
-    described, parts = [], parts_of(lab, starter)
+    described = []
     for run in runs:
         try:
             described.append(describe(run))
@@ -246,10 +248,10 @@ def main(folder, starter, lab, said):
             flags.append(["numbers", verify.path(run, "run.json"), "expected what ./cnn --out writes, found "
                           f"{type(error).__name__}: {error}"])
     report = all_reports(root, beside) or read_text("report.md")
-    os.chdir(starter)
-    own = [part for part in parts if part not in parts_of(lab, starter)]
-    os.chdir(folder)
-    notes = [] if own or report or runs or any(flag[0] != "files" for flag in flags) else [EMPTY]
+    parts, unchanged = parts_of(folder, lab, starter), parts_of(starter, lab, starter)
+    own = [part for part in parts if part not in unchanged]
+    found = own or report or runs or any(flag[0] != "files" for flag in flags)
+    notes = [] if found else [EMPTY]
     counts, kept = {}, []
     for flag in flags:
         counts[flag[0]] = counts.get(flag[0], 0) + 1

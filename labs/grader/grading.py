@@ -228,7 +228,7 @@ def check(course, result, given, folder):
             said = said.replace(AN_ENDLESS_LOOP, ": this test needs no code of the student; is this machine slow or "
                                 f"busy? LIMIT_S={2 * limit} gives each test more time.")
         result.tests.append((title, points if passed else 0, points, said))
-        if points and said.startswith("skipped:"):
+        if points and said.startswith("skipped:"):  # a test for a device has no points
             result.flags.append(("checker", where, f"not tested on this machine: {said}"))
         if BY_A_PART.search(said):
             result.flags.append((kind, where, said))

@@ -300,7 +300,7 @@ def draw_run(runs):
               label="mean of a step" if window == 1 else f"mean of {window} steps")
     left.plot([e["epoch"] for e in run.epochs], [e["test_loss"] for e in run.epochs], "o", color="black",
               markerfacecolor="white", markersize=9, label="test set, after an epoch")
-    top = max(points[:, 1].max(), *(e["test_loss"] for e in run.epochs if e["test_loss"] is not None))
+    top = max([points[:, 1].max()] + [e["test_loss"] for e in run.epochs if e["test_loss"] is not None])
     left.set(xlabel="epoch", ylabel="loss (cross-entropy, in nats)", ylim=(0, 1.1 * top), title="Loss")
     left.legend(loc="lower left")
     draw_matrix(right, counts, run.classes, 8)

@@ -235,6 +235,10 @@ int main(int n, char **words) { return puts(words[n - 1]) < 0; }
 END
     made overlap TRACE='my runs/trace.json'
     same blanks/overlap "0 my runs/trace.json" "$status $(cat 'my runs/overlap.txt')"
+    mkdir tests && touch tests/run_tests.sh
+    # shellcheck disable=SC2016 # make's
+    made --eval='again: ; @echo "$(without_parts)"' again PARTS='unit/float unit/double' OPT='-O1 -g'
+    same blanks/parts '0 OPT=-O1\ -g' "$status $(grep -o 'OPT=-O1\\ -g\|PARTS=\|unit/[a-z]*' "$out" | paste -sd ' ')"
 }
 
 test_login_node
