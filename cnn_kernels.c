@@ -361,10 +361,13 @@ enum {
     WEIGHT_BYTES = 256 * 1024, // of the weights used at a time: they stay in L2
     GROUP_PIXELS = 512,        // output pixels computed with these weights
     // Winograd
-    SIDE = 6,             // input pixels across a tile
-    POINTS = SIDE * SIDE, // of a tile, before and after its transform
-    BLOCK_TILES = 18,     // which a thread transforms at a time: with 128 channels they fit L2
-    CHUNK_TILES = 128,    // which all threads transform at a time
+    FINITE = 5,           // Winograd's interpolation points, without infinity
+    SIDE = FINITE + 1,    // points across a transformed filter
+    POINTS = SIDE * SIDE, // of a transformed filter
+    STRIDED_SIDE = 9,     // points across a tile with stride 2, see "Winograd"
+    MAX_POINTS = STRIDED_SIDE * STRIDED_SIDE,
+    BLOCK_TILES = 18,  // which a thread transforms at a time: with 128 channels they fit L2
+    CHUNK_TILES = 128, // which all threads transform at a time
     // weight gradients
     PAIRS = 128,     // pixels that a tile sums over at a time
     ROW_BLOCK = 192, // rows of a product whose operands stay in L2, and its columns:
@@ -600,8 +603,10 @@ typedef struct Pass {
     Shape in, out;           // in.c channels are summed over, out.c columns are computed
     size_t taps, run, depth; // taps of this pass; taps of the filter in each; elements in each
     size_t in_pixels, out_pixels;
-    size_t padding;  // of the input, as this pass sees it
-    size_t tile;     // outputs across a Winograd tile: 4 for 3 x 3, 2 for 5 x 5; 0: by convolve()
+    size_t padding;           // of the input, as this pass sees it
+    size_t in_step, out_step; // in_step pixels of the input are as far as out_step of the output
+    size_t tile;     // outputs across a Winograd tile: 4, 2 for 5 x 5, or 8; 0: by convolve()
+    size_t side;     // points across it: SIDE, or with stride 2 STRIDED_SIDE
     bool inside;     // no tap is ever outside of the image
     bool transposed; // the weights are stored [tap][column][depth]
     bool relu;       // output = max(sum, 0)
@@ -617,8 +622,12 @@ typedef struct Pass {
 
 // See "Winograd" below.
 static bool suits_winograd(const Layer *l, Shape in, Shape out) {
-    return (l->kernel_size == 3 || l->kernel_size == 5) && l->stride == 1 && in.c % LANES == 0 &&
-           in.c >= FEW && in.c <= MAX_DEPTH && out.c >= LANES &&
+    const bool small = l->kernel_size == 3 || l->kernel_size == 5;
+    // Gain with stride 2: 1.2 to 1.4 with 64 to 512 channels (Zen 3); fewer were not measured.
+    const bool strided = l->kernel_size == 3 && l->stride == 2 && l->padding == 1 && in.c >= 64 &&
+                         out.c >= 64 && l->out.h * l->out.w >= 16;
+    return ((small && l->stride == 1) || strided) && in.c % LANES == 0 && in.c >= FEW &&
+           in.c <= MAX_DEPTH && out.c >= LANES &&
            out.h * out.w >= 16; // with 4 x 4, 512 channels and 32 images still 3 times as fast
 }
 
@@ -628,19 +637,25 @@ static size_t map_size(const Layer *l, Shape s) {
 }
 
 static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, size_t run) {
-    return (Pass){.map = map,
-                  .in = in,
-                  .out = out,
-                  .taps = l->kernel_size * l->kernel_size / run,
-                  .run = run,
-                  .depth = run * in.c,
-                  .in_pixels = in.h * in.w,
-                  .out_pixels = out.h * out.w,
-                  .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel_size : 0};
+    Pass p = {.map = map,
+              .in = in,
+              .out = out,
+              .taps = l->kernel_size * l->kernel_size / run,
+              .run = run,
+              .depth = run * in.c,
+              .in_pixels = in.h * in.w,
+              .out_pixels = out.h * out.w,
+              .in_step = 1,
+              .out_step = 1,
+              .side = l->stride == 1 ? SIDE : STRIDED_SIDE};
+    if (run == 1 && suits_winograd(l, in, out))
+        p.tile = SIDE + 1 - l->kernel_size;
+    return p;
 }
 
 static Pass forward_pass(const Layer *l, bool relu, const int32_t *maps) {
     Pass p = make_pass(l, maps, l->in, l->out, l->in.c < FEW ? l->kernel_size : 1);
+    p.in_step = l->stride;
     p.padding = l->padding;
     p.inside = l->padding == 0;
     p.relu = relu;
@@ -649,7 +664,9 @@ static Pass forward_pass(const Layer *l, bool relu, const int32_t *maps) {
 
 static Pass backward_pass(const Layer *l, const int32_t *maps, bool accumulate) {
     Pass p = make_pass(l, maps ? maps + map_size(l, l->out) : NULL, l->out, l->in, 1);
-    p.padding = l->kernel_size - 1 - l->padding; // not below 0, see window_fits()
+    p.out_step = l->stride;
+    p.tile *= l->stride;
+    p.padding = (l->kernel_size - 1 - l->padding) / l->stride; // not below 0, see window_fits()
     p.inside = p.padding == 0 && l->stride == 1;
     p.transposed = true;
     p.accumulate = accumulate;
@@ -1031,6 +1048,15 @@ static void convolve_by_panels(const Pass *p) {
    two factors at these points, the values are multiplied, and B interpolates (Lagrange). The
    forward and the weight gradient are this bilinear map transposed. At x and -x the even terms are
    equal and the odd ones differ in sign, so a pair of points costs little more than one.
+
+   Stride 2, padding 1: with its taps 0 and 2 an output reads adjacent ones of every other input,
+   with tap 1 one of those between. In one dimension, 4 outputs are the sum of a filter of 2 taps on
+   5 inputs, for which 5 interpolation points suffice (those above but infinity), and of a filter of
+   1 tap on the 4 other inputs, multiplied as they are. So a tile has 9 * 9 = 81 points instead of
+   the 144 multiplications: across it, 0 to 4 are interpolated, and 5 to 8 share the last point of
+   the transformed filter, which still has 6 * 6. In the data gradient the two filters compute
+   different pixels, 8 x 8 of them from 5 x 5.
+
    The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper,
    they are up to 5 times as large as in the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root
    mean square, 32 to 512 channels, random data). */
@@ -1043,8 +1069,9 @@ static const real near_powers[2] = {near2, near4}, far_powers[2] = {far2, far4};
 static const real slope0 = near2 * far2, near_slope = 2 * near2 * (near2 - far2),
                   far_slope = 2 * far2 * (far2 - near2);
 
-// B^T d for one row (step 1) or one column (step SIDE) of a tile, in place, as all that follow.
-INLINE void transform_input(vec *d, size_t step) {
+// B^T d for one row (step 1) or one column (step `side`) of a tile, in place, as all that follow.
+// Without infinity, for the first 5 points only.
+INLINE void transform_input(const bool infinity, vec *d, size_t step) {
     vec d0 = d[0], d1 = d[step], d2 = d[2 * step], d3 = d[3 * step], d4 = d[4 * step];
     vec near_even = d4 - far2 * d2, near_odd = near * (d3 - far2 * d1);
     vec far_even = d4 - near2 * d2, far_odd = far * (d3 - near2 * d1);
@@ -1053,11 +1080,12 @@ INLINE void transform_input(vec *d, size_t step) {
     d[2 * step] = near_even - near_odd;
     d[3 * step] = far_even + far_odd;
     d[4 * step] = far_even - far_odd;
-    d[5 * step] += slope0 * d1 - (near2 + far2) * d3;
+    if (infinity)
+        d[5 * step] += slope0 * d1 - (near2 + far2) * d3;
 }
 
-// A dout: from the `count` coefficients of a polynomial to its values at the 6 points
-INLINE void evaluate_polynomial(const size_t count, vec *d, size_t step) {
+// A dout: from the `count` coefficients of a polynomial to its values at the points
+INLINE void evaluate_polynomial(const size_t count, const bool infinity, vec *d, size_t step) {
     vec near_parts[2] = {d[0], d[step]}, far_parts[2] = {d[0], d[step]}; // even and odd terms
     vec last = d[(count - 1) * step];
     UNROLLED(i, count - 2) {
@@ -1068,20 +1096,22 @@ INLINE void evaluate_polynomial(const size_t count, vec *d, size_t step) {
     d[2 * step] = near_parts[0] - near * near_parts[1];
     d[3 * step] = far_parts[0] + far * far_parts[1];
     d[4 * step] = far_parts[0] - far * far_parts[1];
-    d[5 * step] = last;
+    if (infinity)
+        d[5 * step] = last;
 }
 
-// A^T m, evaluate_polynomial() transposed: from 6 values to `count` coefficients
-INLINE void evaluate_transposed(const size_t count, vec *m, size_t step) {
+// A^T m, evaluate_polynomial() transposed: from the values to `count` coefficients
+INLINE void evaluate_transposed(const size_t count, const bool infinity, vec *m, size_t step) {
     vec near_parts[2] = {m[step] + m[2 * step], near * (m[step] - m[2 * step])};
     vec far_parts[2] = {m[3 * step] + m[4 * step], far * (m[3 * step] - m[4 * step])};
-    vec last = m[5 * step];
+    vec last = infinity ? m[5 * step] : (vec){0};
     m[0] += near_parts[0] + far_parts[0];
     m[step] = near_parts[1] + far_parts[1];
     UNROLLED(i, count - 2)
         m[(i + 2) * step] =
             near_powers[i / 2] * near_parts[i % 2] + far_powers[i / 2] * far_parts[i % 2];
-    m[(count - 1) * step] += last;
+    if (infinity)
+        m[(count - 1) * step] += last;
 }
 
 // Lagrange's denominators are part of the filter's transform, where they cost least.
@@ -1094,15 +1124,31 @@ INLINE void divide_by_slopes(vec *u, size_t step) {
 }
 
 // G g
-INLINE void transform_weight(const size_t kernel, vec *g, size_t step) {
-    evaluate_polynomial(kernel, g, step);
+INLINE void transform_weight(const size_t taps, const bool infinity, vec *g, size_t step) {
+    evaluate_polynomial(taps, infinity, g, step);
     divide_by_slopes(g, step);
 }
 
 // G^T du
-INLINE void transform_dweight(vec *u, size_t step) {
+INLINE void transform_dweight(const size_t taps, const bool infinity, vec *u, size_t step) {
     divide_by_slopes(u, step);
-    evaluate_transposed(3, u, step);
+    evaluate_transposed(taps, infinity, u, step);
+}
+
+// Returns where a tap of a filter's row is before its transform: with stride 2, tap 1 is apart.
+INLINE size_t tap_position(const size_t stride, size_t tap) {
+    return tap % stride * FINITE + tap / stride;
+}
+
+// Returns the point of the filter that point i across a tile is multiplied by.
+INLINE size_t filter_point(size_t side, size_t i) {
+    const size_t y = min_size(i / side, FINITE), x = min_size(i % side, FINITE);
+    return y * SIDE + x;
+}
+
+// Returns the points of a tile, before and after its transform.
+INLINE size_t tile_points(const Pass *p) {
+    return p->side * p->side;
 }
 
 // Returns the offset from a point to the next in the transformed filters, which are [block of
@@ -1135,8 +1181,9 @@ static void read_filters(real filters[MAX_TAPS][LANES][LANES], size_t taps, cons
 
 // Transforms the filters of LANES columns from `column` on and LANES channels from `start` on; `to`
 // is where the filters of their block of columns begin.
-INLINE void pack_filters(const size_t kernel, real *to, const Pass *p, size_t column,
-                         size_t start) {
+INLINE void pack_filters(const size_t kernel, const size_t stride, real *to, const Pass *p,
+                         size_t column, size_t start) {
+    const size_t terms = (kernel + stride - 1) / stride;
     const size_t taps = kernel * kernel, first = column / COLUMNS * COLUMNS;
     const size_t width = block_width(p, first), step = point_step(p, width);
     real filters[MAX_TAPS][LANES][LANES];
@@ -1145,11 +1192,12 @@ INLINE void pack_filters(const size_t kernel, real *to, const Pass *p, size_t co
     for (size_t d = 0; d < LANES; d++, to += width) {
         vec g[POINTS] = {{0}};
         UNROLLED(tap, taps)
-            g[tap / kernel * SIDE + tap % kernel] = *(const vec *)filters[tap][d];
+            g[tap_position(stride, tap / kernel) * SIDE + tap_position(stride, tap % kernel)] =
+                *(const vec *)filters[tap][d];
         UNROLLED(i, kernel)
-            transform_weight(kernel, g + SIDE * i, 1);
+            transform_weight(terms, stride == 1, g + SIDE * tap_position(stride, i), 1);
         UNROLLED(j, SIDE)
-            transform_weight(kernel, g + j, SIDE);
+            transform_weight(terms, stride == 1, g + j, SIDE);
         UNROLLED(point, POINTS)
             *(vec *)(to + point * step) = g[point];
     }
@@ -1158,10 +1206,12 @@ INLINE void pack_filters(const size_t kernel, real *to, const Pass *p, size_t co
 // The same for all channels
 static void pack_columns(real *to, const Pass *p, size_t column) {
     for (size_t start = 0; start < p->depth; start += LANES)
-        if (p->tile == 4)
-            pack_filters(3, to, p, column, start);
+        if (p->side == STRIDED_SIDE)
+            pack_filters(3, 2, to, p, column, start);
+        else if (p->tile == 4)
+            pack_filters(3, 1, to, p, column, start);
         else
-            pack_filters(5, to, p, column, start);
+            pack_filters(5, 1, to, p, column, start);
 }
 
 static void pack_ith_columns(const void *context, size_t i) {
@@ -1197,7 +1247,7 @@ static TileBlock tile_block(const Pass *p, size_t first, size_t last, size_t col
     b.v_step = odd_lines(b.tiles * b.v_pitch);
     b.m_step = odd_lines(b.tiles * b.m_pitch);
     b.v = memory;
-    b.m = memory + POINTS * b.v_step;
+    b.m = memory + tile_points(p) * b.v_step;
     b.filters = p->packed ? p->packed + filters_offset(p, column) : NULL;
     return b;
 }
@@ -1214,7 +1264,7 @@ static TileBlock group_of_tiles(TileBlock b, size_t i) {
 
 // Returns the elements of v and m of at most `tiles` tiles and all columns.
 static size_t tile_area(const Pass *p, size_t tiles) {
-    return POINTS *
+    return tile_points(p) *
            (odd_lines(tiles * odd_lines(p->depth)) + odd_lines(tiles * odd_lines(p->out.c)));
 }
 
@@ -1250,39 +1300,71 @@ INLINE bool is_inside(TileBlock b, TilePosition s, size_t y, size_t x) {
     return s.y + y < b.pass->out.h && s.x + x < b.pass->out.w;
 }
 
-// v = B^T d B; prefetches what the tile to the right reads. This function, winograd_output()
-// and winograd_dout() are not inlined: a second copy might be rounded differently.
+// v = B^T d B of a tile's inputs `from`; prefetches what the tile to the right reads.
+INLINE void input_tile(const size_t side, TileBlock b, const real *const *from, size_t t) {
+    const size_t depth = b.pass->depth, points = side * side;
+    const size_t next = b.pass->tile * b.pass->in_step / b.pass->out_step * depth;
+    for (size_t c = 0; c < depth; c += LANES) {
+        vec d[MAX_POINTS];
+        UNROLLED(i, points) {
+            d[i] = *(const vec *)(from[i] + c);
+            if (i % side >= 2) // 4 x 4 outputs: the first two columns were loaded for this tile
+                __builtin_prefetch(from[i] + next + c);
+        }
+        UNROLLED(j, side)
+            transform_input(side == SIDE, d + j, side);
+        UNROLLED(i, side)
+            transform_input(side == SIDE, d + side * i, 1);
+        UNROLLED(i, points)
+            *(vec *)(b.v + i * b.v_step + t * b.v_pitch + c) = d[i];
+    }
+}
+
+// Returns which input, counted from a tile's first, belongs to point i across it.
+static size_t input_offset(const Pass *p, size_t i) {
+    const size_t interpolated = p->side == SIDE ? SIDE : FINITE;
+    return i % interpolated * p->in_step + i / interpolated * (p->in_step - 1);
+}
+
+// This function, winograd_output() and winograd_dout() are not inlined: a second copy might be
+// rounded differently.
 NOINLINE void winograd_input(TileBlock b) {
     const Pass *p = b.pass;
     for (size_t t = 0; t < b.tiles; t++) {
         const TilePosition s = tile_position(b, t);
-        const real *from[POINTS];
-        for (size_t i = 0; i < POINTS; i++) {
-            size_t y = s.y + i / SIDE - p->padding, x = s.x + i % SIDE - p->padding;
+        const real *from[MAX_POINTS];
+        for (size_t i = 0; i < tile_points(p); i++) {
+            size_t y = s.y * p->in_step / p->out_step + input_offset(p, i / p->side) - p->padding;
+            size_t x = s.x * p->in_step / p->out_step + input_offset(p, i % p->side) - p->padding;
             size_t pixel = s.image * p->in_pixels + y * p->in.w + x;
             from[i] = y < p->in.h && x < p->in.w ? p->input + pixel * p->depth : zeros;
         }
-        for (size_t c = 0; c < p->depth; c += LANES) {
-            vec d[POINTS];
-            UNROLLED(i, POINTS) {
-                d[i] = *(const vec *)(from[i] + c);
-                if (i % SIDE >= 2) // 4 x 4 outputs: the first two columns were loaded for this tile
-                    __builtin_prefetch(from[i] + p->tile * p->depth + c);
-            }
-            UNROLLED(j, SIDE)
-                transform_input(d + j, SIDE);
-            UNROLLED(i, SIDE)
-                transform_input(d + SIDE * i, 1);
-            UNROLLED(i, POINTS)
-                *(vec *)(b.v + i * b.v_step + t * b.v_pitch + c) = d[i];
-        }
+        if (p->side == SIDE)
+            input_tile(SIDE, b, from, t);
+        else
+            input_tile(STRIDED_SIDE, b, from, t);
     }
 }
 
-/* Computes tile t of a block, at position s: output = A^T m A + bias, or +=; then the ReLU. `tile`
-   is p->tile. If `whole`, is_whole() holds, and nothing is added to the output. */
-INLINE void output_tile(const size_t tile, const bool whole, TileBlock b, TilePosition s,
-                        size_t t) {
+// A^T m for one row or column, `step` apart
+INLINE void transform_output(const size_t side, const size_t tile, vec *m, size_t step) {
+    evaluate_transposed(min_size(tile, 4), side == SIDE, m, step);
+    if (side == STRIDED_SIDE && tile == 4)
+        UNROLLED(i, 4)
+            m[i * step] += m[(FINITE + i) * step];
+}
+
+// Returns where output i of a row is after transform_output(): in the data gradient of stride 2
+// the even ones are not interpolated.
+INLINE size_t output_position(const size_t tile, size_t i) {
+    return tile <= 4 ? i : i / 2 + (i + 1) % 2 * FINITE;
+}
+
+/* Computes tile t of a block, at position s: output = A^T m A + bias, or +=; then the ReLU. side
+   and tile are p->side and p->tile. If `whole`, is_whole() holds, and nothing is added to the
+   output. */
+INLINE void output_tile(const size_t side, const size_t tile, const bool whole, TileBlock b,
+                        TilePosition s, size_t t) {
     const Pass *p = b.pass;
     const size_t pixel = p->out.c, row = p->out.w * pixel;
     const bool relu = p->relu, accumulate = p->accumulate;
@@ -1290,17 +1372,17 @@ INLINE void output_tile(const size_t tile, const bool whole, TileBlock b, TilePo
     real *output = p->output + tile_offset(b, s);
     for (size_t j = 0; j < b.columns; j += LANES) {
         const size_t count = whole ? LANES : b.columns - j;
-        vec sums[POINTS], start = bias ? load(bias + b.column + j, count) : (vec){0};
-        UNROLLED(i, POINTS)
+        vec sums[MAX_POINTS], start = bias ? load(bias + b.column + j, count) : (vec){0};
+        UNROLLED(i, side * side)
             sums[i] = *(const vec *)(m + i * b.m_step + j);
-        UNROLLED(i, SIDE)
-            evaluate_transposed(tile, sums + i, SIDE);
+        UNROLLED(i, side)
+            transform_output(side, tile, sums + i, side);
         UNROLLED(i, tile)
-            evaluate_transposed(tile, sums + SIDE * i, 1);
+            transform_output(side, tile, sums + side * output_position(tile, i), 1);
         UNROLLED(i, tile * tile) {
             const size_t y = i / tile, x = i % tile;
             real *to = output + y * row + x * pixel + j;
-            vec sum = sums[y * SIDE + x] + start;
+            vec sum = sums[output_position(tile, y) * side + output_position(tile, x)] + start;
             if (!whole && !is_inside(b, s, y, x))
                 continue;
             if (!whole && accumulate)
@@ -1315,35 +1397,48 @@ NOINLINE void winograd_output(TileBlock b) {
     for (size_t t = 0; t < b.tiles; t++) {
         const TilePosition s = tile_position(b, t);
         const bool whole = is_whole(b, s) && !adds;
-        if (b.pass->tile == 4 && whole)
-            output_tile(4, true, b, s, t);
+        if (b.pass->tile == 8)
+            output_tile(STRIDED_SIDE, 8, false, b, s, t);
+        else if (b.pass->side == STRIDED_SIDE)
+            output_tile(STRIDED_SIDE, 4, false, b, s, t);
+        else if (b.pass->tile == 4 && whole)
+            output_tile(SIDE, 4, true, b, s, t);
         else if (b.pass->tile == 4)
-            output_tile(4, false, b, s, t);
+            output_tile(SIDE, 4, false, b, s, t);
         else
-            output_tile(2, false, b, s, t);
+            output_tile(SIDE, 2, false, b, s, t);
     }
 }
 
+// A dout for one row or column
+INLINE void transform_dout(const size_t side, vec *d, size_t step) {
+    if (side == STRIDED_SIDE)
+        UNROLLED(i, 4)
+            d[(FINITE + i) * step] = d[i * step];
+    evaluate_polynomial(4, side == SIDE, d, step);
+}
+
 // m = A dout A^T of tile t of a block, which is at s
-INLINE void dout_tile(const bool whole, TileBlock b, TilePosition s, size_t t, const real *dout) {
+INLINE void dout_tile(const size_t side, const bool whole, TileBlock b, TilePosition s, size_t t,
+                      const real *dout) {
     enum { TILE_SIDE = SIDE + 1 - 3 };
     const size_t pixel = b.pass->out.c, row = b.pass->out.w * pixel;
     const real *from = dout + tile_offset(b, s);
     real *m = b.m + t * b.m_pitch;
     for (size_t j = 0; j < b.columns; j += LANES) {
         const size_t count = whole ? LANES : b.columns - j;
-        vec d[POINTS];
+        vec d[MAX_POINTS];
         UNROLLED(i, TILE_SIDE * TILE_SIDE) {
             const size_t y = i / TILE_SIDE, x = i % TILE_SIDE;
-            d[y * SIDE + x] = (vec){0};
+            d[y * side + x] = (vec){0};
             if (whole || is_inside(b, s, y, x))
-                d[y * SIDE + x] = load(from + y * row + x * pixel + j, count);
+                d[y * side + x] = load(from + y * row + x * pixel + j, count);
         }
         UNROLLED(i, TILE_SIDE)
-            evaluate_polynomial(TILE_SIDE, d + SIDE * i, 1);
-        UNROLLED(i, SIDE)
-            evaluate_polynomial(TILE_SIDE, d + i, SIDE);
-        UNROLLED(i, POINTS)
+            transform_dout(side, d + side * i, 1);
+        UNROLLED(i, side)
+            transform_dout(side, d + i, side);
+        UNROLLED(i, side * side)
             *(vec *)(m + i * b.m_step + j) = d[i];
     }
 }
@@ -1351,10 +1446,12 @@ INLINE void dout_tile(const bool whole, TileBlock b, TilePosition s, size_t t, c
 NOINLINE void winograd_dout(TileBlock b, const real *dout) {
     for (size_t t = 0; t < b.tiles; t++) {
         const TilePosition s = tile_position(b, t);
-        if (is_whole(b, s))
-            dout_tile(true, b, s, t, dout);
+        if (b.pass->side == STRIDED_SIDE)
+            dout_tile(STRIDED_SIDE, false, b, s, t, dout);
+        else if (is_whole(b, s))
+            dout_tile(SIDE, true, b, s, t, dout);
         else
-            dout_tile(false, b, s, t, dout);
+            dout_tile(SIDE, false, b, s, t, dout);
     }
 }
 
@@ -1363,11 +1460,12 @@ static void winograd_products(TileBlock b) {
     const Pass *p = b.pass;
     Product product = {.rows = b.tiles, .depth = p->depth, .a_row = b.v_pitch, .a_step = 1};
     product.c_row = b.m_pitch;
-    for (size_t point = 0; point < POINTS; point++)
+    for (size_t point = 0; point < tile_points(p); point++)
         for (size_t j = 0; j < b.columns; j += COLUMNS) {
             const size_t width = block_width(p, b.column + j);
             product.a = b.v + point * b.v_step;
-            product.b = b.filters + filters_offset(p, j) + point * point_step(p, width);
+            product.b = b.filters + filters_offset(p, j) +
+                        filter_point(p->side, point) * point_step(p, width);
             product.c = b.m + point * b.m_step + j;
             product.columns = product.b_row = width;
             multiply(&product);
@@ -1419,7 +1517,7 @@ static bool suits_columns(const Pass *p) {
 
 // Returns the elements of the transformed filters of a block of columns, and of its products.
 static size_t column_area(const Pass *p, size_t tiles) {
-    return POINTS * (point_step(p, COLUMNS) + odd_lines(tiles * odd_lines(COLUMNS)));
+    return POINTS * point_step(p, COLUMNS) + tile_points(p) * odd_lines(tiles * odd_lines(COLUMNS));
 }
 
 static TileBlock all_tiles(const Pass *p, size_t column) {
@@ -1479,8 +1577,8 @@ static size_t pass_scratch(const Pass *p, size_t n) {
         return packed_size(p);
     const size_t tiles = min_size(count_tiles(p, n), CHUNK_TILES);
     const size_t by_tiles = packed_size(p) + num_threads * tile_area(p, BLOCK_TILES);
-    const size_t by_columns =
-        POINTS * odd_lines(tiles * odd_lines(p->depth)) + num_threads * column_area(p, tiles);
+    const size_t by_columns = tile_points(p) * odd_lines(tiles * odd_lines(p->depth)) +
+                              num_threads * column_area(p, tiles);
     return max_size(by_tiles, by_columns);
 }
 
@@ -1693,37 +1791,55 @@ static void transform_ith_tiles(const void *context, size_t i) {
 static void multiply_block(const WinogradGradient *w, real *du, size_t block, size_t point) {
     const TileBlock c = w->chunk;
     const size_t row = block / w->across * DU_ROWS, column = block % w->across * DU_COLUMNS;
-    const Product product = {.a = c.v + point * c.v_step + row,
-                             .b = c.m + point * c.m_step + column,
-                             .c = du + point * DU_STEP,
-                             .rows = min_size(DU_ROWS, c.pass->depth - row),
-                             .columns = min_size(DU_COLUMNS, whole_vectors(c.columns - column)),
-                             .depth = c.tiles,
-                             .a_row = 1,
-                             .a_step = c.v_pitch,
-                             .b_row = c.m_pitch,
-                             .c_row = DU_PITCH,
-                             .accumulate = c.first > 0};
-    multiply(&product);
+    Product product = {.c = du + point * DU_STEP,
+                       .rows = min_size(DU_ROWS, c.pass->depth - row),
+                       .columns = min_size(DU_COLUMNS, whole_vectors(c.columns - column)),
+                       .depth = c.tiles,
+                       .a_row = 1,
+                       .a_step = c.v_pitch,
+                       .b_row = c.m_pitch,
+                       .c_row = DU_PITCH,
+                       .accumulate = c.first > 0};
+    for (size_t i = 0; i < tile_points(c.pass); i++) {
+        if (filter_point(c.pass->side, i) != point)
+            continue; // with stride 2, several points of a tile share one of the filter
+        product.a = c.v + i * c.v_step + row;
+        product.b = c.m + i * c.m_step + column;
+        multiply(&product);
+        product.accumulate = true;
+    }
 }
 
-// dweight = G^T du G, for a block
+// dweight = G^T du G of LANES columns from j on
+INLINE void dweight_vector(const size_t stride, real *to, const real *du, size_t tap_step,
+                           size_t count) {
+    const size_t terms = (3 + stride - 1) / stride;
+    vec u[POINTS];
+    UNROLLED(point, POINTS)
+        u[point] = *(const vec *)(du + point * DU_STEP);
+    UNROLLED(i, SIDE)
+        transform_dweight(terms, stride == 1, u + i, SIDE);
+    UNROLLED(i, 3)
+        transform_dweight(terms, stride == 1, u + SIDE * tap_position(stride, i), 1);
+    UNROLLED(tap, 9) {
+        const size_t y = tap_position(stride, tap / 3), x = tap_position(stride, tap % 3);
+        store(to + tap * tap_step, u[y * SIDE + x], count);
+    }
+}
+
+// The same for a block
 static void store_block(const WinogradGradient *w, const real *du, size_t block) {
     const size_t depth = w->chunk.pass->depth, columns = w->chunk.pass->out.c;
     const size_t first = block / w->across * DU_ROWS, column = block % w->across * DU_COLUMNS;
     const size_t count = min_size(DU_COLUMNS, columns - column);
     for (size_t row = 0; row < min_size(DU_ROWS, depth - first); row++)
         for (size_t j = 0; j < count; j += LANES) {
-            vec u[POINTS];
-            UNROLLED(point, POINTS)
-                u[point] = *(const vec *)(du + point * DU_STEP + row * DU_PITCH + j);
-            UNROLLED(i, SIDE)
-                transform_dweight(u + i, SIDE);
-            UNROLLED(i, 3)
-                transform_dweight(u + SIDE * i, 1);
             real *to = w->g->w.dweight + (first + row) * columns + column + j;
-            UNROLLED(tap, 9)
-                store(to + tap * depth * columns, u[tap / 3 * SIDE + tap % 3], count - j);
+            const real *from = du + row * DU_PITCH + j;
+            if (w->chunk.pass->side == SIDE)
+                dweight_vector(1, to, from, depth * columns, count - j);
+            else
+                dweight_vector(2, to, from, depth * columns, count - j);
         }
 }
 
@@ -2770,7 +2886,7 @@ static size_t pixels_read(const Pass *p, size_t group) {
 // Multiply-adds of a pass: each input pixel that is read, or each point of a Winograd tile, is
 // multiplied by a matrix [in.c][out.c].
 static double pass_products(const Pass *p, size_t group) {
-    const size_t points = p->tile ? count_tiles(p, p->n) * POINTS : pixels_read(p, group);
+    const size_t points = p->tile ? count_tiles(p, p->n) * tile_points(p) : pixels_read(p, group);
     return (double)points * (double)(p->in.c * p->out.c);
 }
 

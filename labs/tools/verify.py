@@ -45,7 +45,8 @@ LEAST_SPEEDUP = 0.5   # of several devices over one: with less, something else u
 WIDEST = 0.25       # the 95 % interval of a mean, as a part of it; with a wider one a difference means little
 CACHED_MB = 128     # smaller data than --layers uses to measure the bandwidth may stay in caches
 # Multiplications of the definition over those of Winograd's algorithm, where it is used.
-WINOGRAD = {"conv2d 3x3 stride 1": 144 / 36, "conv2d 5x5 stride 1": 100 / 36}
+WINOGRAD = {"conv2d 3x3 stride 1": 144 / 36, "conv2d 3x3 stride 2": 144 / 81,
+            "conv2d 5x5 stride 1": 100 / 36}
 NEEDED = {"settings": ["model", "dataset", "limit-train", "epochs", "batch-size", "optimizer", "seed",
                        "threads", "workers", "kernels"],
           "machine": ["host", "cpu", "cores", "memory_bytes", "peak_gflops", "device"],

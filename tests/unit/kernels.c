@@ -226,6 +226,40 @@ static void test_winograd(size_t kernel) {
                         : "Winograd's convolution, 5 x 5, against its definition");
 }
 
+// 3 x 3, stride 2 and channels enough: what suits_winograd() takes with a stride.
+static void test_strided_winograd(void) {
+    static Net net;
+    size_t by_columns = 0, gradients[2] = {0, 0}; // in chunks and at once
+    for (int shape = 0; shape < (quick ? 4 : 16); shape++) {
+        const bool many = shape % 4 == 1, wide = shape % 4 == 2; // as in test_winograd()
+        const size_t n = many ? 16 : draw_size(1, 4), least = many ? 17 : 7;
+        Shape in = {draw_size(least, least + 4), draw_size(least, least + 4),
+                    64 + LANES * draw_size(0, 2)};
+        size_t columns = whole_vectors(draw_size(64, 90));
+        if (wide) {
+            in.c = whole_vectors(2 * DU_ROWS + 1);
+            columns = max_size(DU_COLUMNS, 2 * num_threads * COLUMNS) + LANES;
+        }
+        start_net(&net, in);
+        conv2d_bias(&net, 0, columns, 3, 2, 1, shape % 3 > 0);
+        const Layer l = net.layers[1];
+        Pass forward = forward_pass(&l, false, NULL);
+        forward.n = n;
+        if (!forward.tile || !backward_pass(&l, NULL, false).tile)
+            fail("%zu x %zu x %zu was not taken", in.h, in.w, in.c);
+        by_columns += suits_columns(&forward);
+        const WeightGradient g = weight_gradient_plan(&l, n, NULL);
+        gradients[winograd_gradient_plan(&g).at_once]++;
+        compare_layer(l, draw_bits() % 2, n, draw_bits() % 2);
+        conv2d_bias(&net, 0, 67, 3, 2, 1, true); // columns that are no whole vectors
+        compare_layer(net.layers[2], draw_bits() % 2, 2, draw_bits() % 2);
+    }
+    if (!by_columns || !gradients[0] || !gradients[1])
+        fail("%zu by columns, %zu gradients in chunks, %zu at once", by_columns, gradients[0],
+             gradients[1]);
+    verdict("Winograd's convolution with stride 2 against its definition");
+}
+
 // Root mean square of got - want.
 static double rms_error(const Array *got, const double *want) {
     double sum = 0;
@@ -631,4 +665,5 @@ static void test_kernels(void) {
     test_few_pixels();
     test_pooled();
     test_pooled_limit();
+    test_strided_winograd();
 }
