@@ -1183,7 +1183,7 @@ static void read_filters(real filters[MAX_TAPS][LANES][LANES], size_t taps, cons
 // is where the filters of their block of columns begin.
 INLINE void pack_filters(const size_t kernel, const size_t stride, real *to, const Pass *p,
                          size_t column, size_t start) {
-    const size_t terms = (kernel + stride - 1) / stride;
+    const size_t terms = ceil_div(kernel, stride); // taps across that are interpolated
     const size_t taps = kernel * kernel, first = column / COLUMNS * COLUMNS;
     const size_t width = block_width(p, first), step = point_step(p, width);
     real filters[MAX_TAPS][LANES][LANES];
@@ -1346,7 +1346,7 @@ NOINLINE void winograd_input(TileBlock b) {
     }
 }
 
-// A^T m for one row or column, `step` apart
+// A^T m for one row or column. With stride 2, a forward adds what the middle tap gives.
 INLINE void transform_output(const size_t side, const size_t tile, vec *m, size_t step) {
     evaluate_transposed(min_size(tile, 4), side == SIDE, m, step);
     if (side == STRIDED_SIDE && tile == 4)
@@ -1410,7 +1410,7 @@ NOINLINE void winograd_output(TileBlock b) {
     }
 }
 
-// A dout for one row or column
+// A dout for one row or column. With stride 2, points 5 to 8 are dout itself, for the middle tap.
 INLINE void transform_dout(const size_t side, vec *d, size_t step) {
     if (side == STRIDED_SIDE)
         UNROLLED(i, 4)
@@ -1810,10 +1810,11 @@ static void multiply_block(const WinogradGradient *w, real *du, size_t block, si
     }
 }
 
-// dweight = G^T du G of LANES columns from j on
+// dweight (=) G^T du G of one vector of columns, of which `count` are stored; tap_step: from a tap
+// to the next
 INLINE void dweight_vector(const size_t stride, real *to, const real *du, size_t tap_step,
                            size_t count) {
-    const size_t terms = (3 + stride - 1) / stride;
+    const size_t terms = ceil_div(3, stride); // taps across that are interpolated
     vec u[POINTS];
     UNROLLED(point, POINTS)
         u[point] = *(const vec *)(du + point * DU_STEP);
