@@ -287,42 +287,45 @@ static void convolve_in_double(const Layer *l, size_t n, const Inputs *x, double
     }
 }
 
+// Compares the rounding errors of a layer without bias with those of the definition, on 2 images.
+static void compare_rounding(const Layer *l) {
+    const Fusion none = {0};
+    const size_t n = 2;
+    Inputs x = {random_array(n * shape_size(l->in)),
+                random_array(l->weight_count),
+                {0},
+                random_array(n * shape_size(l->out)),
+                {0}};
+    Results fast = run_layer(&fast_kernels, l, &none, n, &x, false);
+    Results naive = run_layer(&naive_kernels, l, &none, n, &x, false);
+    double *want[3], ratio[3];
+    for (size_t i = 0; i < 3; i++)
+        want[i] = must_alloc(((Array *)&fast)[i].count * sizeof(double), "a test");
+    convolve_in_double(l, n, &x, want[0], want[1], want[2]);
+    for (size_t i = 0; i < 3; i++) {
+        ratio[i] = rms_error((Array *)&fast + i, want[i]) / rms_error((Array *)&naive + i, want[i]);
+        free(want[i]);
+    }
+    if (!is_double && !(fmax(fmax(ratio[0], ratio[1]), ratio[2]) < 2.8))
+        fail("%zu channels, filters of %zu: rounding of out, din, dweight is %.2f, %.2f, %.2f "
+             "times that of the definition, expected at most 2.8",
+             l->in.c, l->kernel_size, ratio[0], ratio[1], ratio[2]);
+    free_arrays(&x, sizeof x);
+    free_arrays(&fast, sizeof fast);
+    free_arrays(&naive, sizeof naive);
+}
+
 // As the part on Winograd in cnn_kernels.c says: rounding errors at most 2.8 times as large as in
 // the definition.
-static void test_winograd_rounding(void) {
+static void test_winograd_rounding(size_t stride) {
     static Net net;
-    const Fusion none = {0};
     for (size_t i = 0; i < (quick ? 4 : 8); i++) {
-        const size_t n = 2, channels = (size_t)32 << i / 2, kernel = 3 + i % 2 * 2;
-        start_net(&net, (Shape){12, 12, channels});
-        conv2d_bias(&net, 0, 64, kernel, 1, 1, false);
-        Layer *l = &net.layers[1];
-        Inputs x = {random_array(n * shape_size(l->in)),
-                    random_array(l->weight_count),
-                    {0},
-                    random_array(n * shape_size(l->out)),
-                    {0}};
-        Results fast = run_layer(&fast_kernels, l, &none, n, &x, false);
-        Results naive = run_layer(&naive_kernels, l, &none, n, &x, false);
-        double *want[3], ratio[3];
-        for (size_t i = 0; i < 3; i++)
-            want[i] = must_alloc(((Array *)&fast)[i].count * sizeof(double), "a test");
-        convolve_in_double(l, n, &x, want[0], want[1], want[2]);
-        for (size_t i = 0; i < 3; i++) {
-            ratio[i] =
-                rms_error((Array *)&fast + i, want[i]) / rms_error((Array *)&naive + i, want[i]);
-            free(want[i]);
-        }
-        if (!is_double && !(fmax(fmax(ratio[0], ratio[1]), ratio[2]) < 2.8))
-            fail("%zu channels, filters of %zu: rounding of out, din, dweight is %.2f, %.2f, %.2f "
-                 "times that of "
-                 "the definition, expected at most 2.8",
-                 channels, kernel, ratio[0], ratio[1], ratio[2]);
-        free_arrays(&x, sizeof x);
-        free_arrays(&fast, sizeof fast);
-        free_arrays(&naive, sizeof naive);
+        const size_t kernel = stride == 1 ? 3 + i % 2 * 2 : 3;
+        start_net(&net, (Shape){12, 12, (size_t)32 * stride << i / 2});
+        conv2d_bias(&net, 0, 64, kernel, stride, 1, false);
+        compare_rounding(&net.layers[1]);
     }
-    verdict("Winograd's rounding against the definition's");
+    verdict("Winograd's rounding against the definition's, stride %zu", stride);
 }
 
 static void test_fast_linear(void) {
@@ -660,10 +663,11 @@ static void test_kernels(void) {
     test_fast_resnet_conv();
     test_winograd(3);
     test_winograd(5);
-    test_winograd_rounding();
+    test_winograd_rounding(1);
     test_fast_linear();
     test_few_pixels();
     test_pooled();
     test_pooled_limit();
     test_strided_winograd();
+    test_winograd_rounding(2);
 }
