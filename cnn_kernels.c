@@ -7,7 +7,7 @@
 
      Threads             loops that a busy machine does not hold up
      The register tile   every convolution and linear layer, forward and backward
-     Winograd            3 x 3 and 5 x 5 filters with stride 1, in fewer multiplications
+     Winograd            3 x 3 and 5 x 5 filters, in fewer multiplications
      Before a max-pool   a convolution that is pooled: its backward, without the zeros, and its
                          forward, where it has few channels
      The definitions     the other rows, on these threads
@@ -366,7 +366,8 @@ enum {
     POINTS = SIDE * SIDE, // of a transformed filter
     STRIDED_SIDE = 9,     // points across a tile with stride 2, see "Winograd"
     MAX_POINTS = STRIDED_SIDE * STRIDED_SIDE,
-    BLOCK_TILES = 18,  // which a thread transforms at a time: with 128 channels they fit L2
+    BLOCK_TILES = 18,  // which a thread transforms at a time: with 128 channels or, with stride 2,
+                       // 64, they fit an L2 of 1 MB
     CHUNK_TILES = 128, // which all threads transform at a time
     // weight gradients
     PAIRS = 128,     // pixels that a tile sums over at a time
@@ -605,7 +606,8 @@ typedef struct Pass {
     size_t in_pixels, out_pixels;
     size_t padding;           // of the input, as this pass sees it
     size_t in_step, out_step; // in_step pixels of the input are as far as out_step of the output
-    size_t tile;     // outputs across a Winograd tile: 4, 2 for 5 x 5, or 8; 0: by convolve()
+    size_t tile;     // outputs across a Winograd tile, or 0: not by Winograd. 4; 2 for 5 x 5; 8 in
+                     // the data gradient with stride 2
     size_t side;     // points across it: SIDE, or with stride 2 STRIDED_SIDE
     bool inside;     // no tap is ever outside of the image
     bool transposed; // the weights are stored [tap][column][depth]
@@ -622,12 +624,14 @@ typedef struct Pass {
 
 // See "Winograd" below.
 static bool suits_winograd(const Layer *l, Shape in, Shape out) {
-    const bool small = l->kernel_size == 3 || l->kernel_size == 5;
+    const size_t kernel = l->kernel_size;
+    if (in.c % LANES != 0 || in.c > MAX_DEPTH)
+        return false;
     // Gain with stride 2: 1.2 to 1.4 with 64 to 512 channels (Zen 3); fewer were not measured.
-    const bool strided = l->kernel_size == 3 && l->stride == 2 && l->padding == 1 && in.c >= 64 &&
-                         out.c >= 64 && l->out.h * l->out.w >= 16;
-    return ((small && l->stride == 1) || strided) && in.c % LANES == 0 && in.c >= FEW &&
-           in.c <= MAX_DEPTH && out.c >= LANES &&
+    if (l->stride == 2)
+        return kernel == 3 && l->padding == 1 && in.c >= 64 && out.c >= 64 &&
+               l->out.h * l->out.w >= 16;
+    return (kernel == 3 || kernel == 5) && l->stride == 1 && in.c >= FEW && out.c >= LANES &&
            out.h * out.w >= 16; // with 4 x 4, 512 channels and 32 images still 3 times as fast
 }
 
@@ -637,20 +641,18 @@ static size_t map_size(const Layer *l, Shape s) {
 }
 
 static Pass make_pass(const Layer *l, const int32_t *map, Shape in, Shape out, size_t run) {
-    Pass p = {.map = map,
-              .in = in,
-              .out = out,
-              .taps = l->kernel_size * l->kernel_size / run,
-              .run = run,
-              .depth = run * in.c,
-              .in_pixels = in.h * in.w,
-              .out_pixels = out.h * out.w,
-              .in_step = 1,
-              .out_step = 1,
-              .side = l->stride == 1 ? SIDE : STRIDED_SIDE};
-    if (run == 1 && suits_winograd(l, in, out))
-        p.tile = SIDE + 1 - l->kernel_size;
-    return p;
+    return (Pass){.map = map,
+                  .in = in,
+                  .out = out,
+                  .taps = l->kernel_size * l->kernel_size / run,
+                  .run = run,
+                  .depth = run * in.c,
+                  .in_pixels = in.h * in.w,
+                  .out_pixels = out.h * out.w,
+                  .in_step = 1,
+                  .out_step = 1,
+                  .tile = run == 1 && suits_winograd(l, in, out) ? SIDE + 1 - l->kernel_size : 0,
+                  .side = l->stride == 1 ? SIDE : STRIDED_SIDE};
 }
 
 static Pass forward_pass(const Layer *l, bool relu, const int32_t *maps) {
@@ -1049,13 +1051,14 @@ static void convolve_by_panels(const Pass *p) {
    forward and the weight gradient are this bilinear map transposed. At x and -x the even terms are
    equal and the odd ones differ in sign, so a pair of points costs little more than one.
 
-   Stride 2, padding 1: with its taps 0 and 2 an output reads adjacent ones of every other input,
-   with tap 1 one of those between. In one dimension, 4 outputs are the sum of a filter of 2 taps on
-   5 inputs, for which 5 interpolation points suffice (those above but infinity), and of a filter of
-   1 tap on the 4 other inputs, multiplied as they are. So a tile has 9 * 9 = 81 points instead of
-   the 144 multiplications: across it, 0 to 4 are interpolated, and 5 to 8 share the last point of
-   the transformed filter, which still has 6 * 6. In the data gradient the two filters compute
-   different pixels, 8 x 8 of them from 5 x 5.
+   Stride 2, padding 1: taps 0 and 2 read every other input, tap 1 those between. So, in one
+   dimension, 4 outputs are the sum of two convolutions with stride 1: of taps 0 and 2 with 5
+   inputs, for which the five finite interpolation points suffice, and of tap 1 with the 4 inputs
+   between, which are multiplied as they are. So a tile has 9 * 9 = 81 points, for the same 144
+   multiplications of the definition. Across it, 0 to 4 are the interpolated ones; 5 to 8 are all
+   multiplied by tap 1, which is in the place of infinity in the transformed filter. In the data
+   gradient the two convolutions compute different pixels of din, the odd ones and the even ones of
+   8 x 8, from 5 x 5 of dout.
 
    The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper,
    they are up to 5 times as large as in the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root
@@ -1104,14 +1107,13 @@ INLINE void evaluate_polynomial(const size_t count, const bool infinity, vec *d,
 INLINE void evaluate_transposed(const size_t count, const bool infinity, vec *m, size_t step) {
     vec near_parts[2] = {m[step] + m[2 * step], near * (m[step] - m[2 * step])};
     vec far_parts[2] = {m[3 * step] + m[4 * step], far * (m[3 * step] - m[4 * step])};
-    vec last = infinity ? m[5 * step] : (vec){0};
     m[0] += near_parts[0] + far_parts[0];
     m[step] = near_parts[1] + far_parts[1];
     UNROLLED(i, count - 2)
         m[(i + 2) * step] =
             near_powers[i / 2] * near_parts[i % 2] + far_powers[i / 2] * far_parts[i % 2];
     if (infinity)
-        m[(count - 1) * step] += last;
+        m[(count - 1) * step] += m[5 * step];
 }
 
 // Lagrange's denominators are part of the filter's transform, where they cost least.
@@ -1123,21 +1125,22 @@ INLINE void divide_by_slopes(vec *u, size_t step) {
     u[4 * step] *= 1 / far_slope;
 }
 
-// G g
-INLINE void transform_weight(const size_t taps, const bool infinity, vec *g, size_t step) {
-    evaluate_polynomial(taps, infinity, g, step);
+// G g, of `kernel` taps
+INLINE void transform_weight(const size_t kernel, const size_t stride, vec *g, size_t step) {
+    evaluate_polynomial(ceil_div(kernel, stride), stride == 1, g, step);
     divide_by_slopes(g, step);
 }
 
-// G^T du
-INLINE void transform_dweight(const size_t taps, const bool infinity, vec *u, size_t step) {
+// G^T du, of 3 taps
+INLINE void transform_dweight(const size_t stride, vec *u, size_t step) {
     divide_by_slopes(u, step);
-    evaluate_transposed(taps, infinity, u, step);
+    evaluate_transposed(ceil_div(3, stride), stride == 1, u, step);
 }
 
-// Returns where a tap of a filter's row is before its transform: with stride 2, tap 1 is apart.
+// Returns where a tap of a filter's row is before its transform, which with stride 2 leaves the
+// middle tap, the last, as it is.
 INLINE size_t tap_position(const size_t stride, size_t tap) {
-    return tap % stride * FINITE + tap / stride;
+    return tap % stride == 0 ? tap / stride : FINITE;
 }
 
 // Returns the point of the filter that point i across a tile is multiplied by.
@@ -1157,7 +1160,7 @@ INLINE size_t point_step(const Pass *p, size_t width) {
     return odd_lines(p->depth * width);
 }
 
-// Offset of the block of columns from `column` on
+// Where the filters of the block of columns that has `column` begin
 static size_t filters_offset(const Pass *p, size_t column) {
     return column / COLUMNS * POINTS * point_step(p, COLUMNS);
 }
@@ -1183,7 +1186,6 @@ static void read_filters(real filters[MAX_TAPS][LANES][LANES], size_t taps, cons
 // is where the filters of their block of columns begin.
 INLINE void pack_filters(const size_t kernel, const size_t stride, real *to, const Pass *p,
                          size_t column, size_t start) {
-    const size_t terms = ceil_div(kernel, stride); // taps across that are interpolated
     const size_t taps = kernel * kernel, first = column / COLUMNS * COLUMNS;
     const size_t width = block_width(p, first), step = point_step(p, width);
     real filters[MAX_TAPS][LANES][LANES];
@@ -1195,9 +1197,9 @@ INLINE void pack_filters(const size_t kernel, const size_t stride, real *to, con
             g[tap_position(stride, tap / kernel) * SIDE + tap_position(stride, tap % kernel)] =
                 *(const vec *)filters[tap][d];
         UNROLLED(i, kernel)
-            transform_weight(terms, stride == 1, g + SIDE * tap_position(stride, i), 1);
+            transform_weight(kernel, stride, g + SIDE * tap_position(stride, i), 1);
         UNROLLED(j, SIDE)
-            transform_weight(terms, stride == 1, g + j, SIDE);
+            transform_weight(kernel, stride, g + j, SIDE);
         UNROLLED(point, POINTS)
             *(vec *)(to + point * step) = g[point];
     }
@@ -1217,7 +1219,7 @@ static void pack_columns(real *to, const Pass *p, size_t column) {
 static void pack_ith_columns(const void *context, size_t i) {
     const Pass *p = context;
     const size_t column = i * LANES;
-    pack_columns(p->packed + filters_offset(p, column / COLUMNS * COLUMNS), p, column);
+    pack_columns(p->packed + filters_offset(p, column), p, column);
 }
 
 static void pack_winograd(const Pass *p) {
@@ -1302,14 +1304,13 @@ INLINE bool is_inside(TileBlock b, TilePosition s, size_t y, size_t x) {
 
 // v = B^T d B of a tile's inputs `from`; prefetches what the tile to the right reads.
 INLINE void input_tile(const size_t side, TileBlock b, const real *const *from, size_t t) {
-    const size_t depth = b.pass->depth, points = side * side;
-    const size_t next = b.pass->tile * b.pass->in_step / b.pass->out_step * depth;
-    for (size_t c = 0; c < depth; c += LANES) {
+    const Pass *p = b.pass;
+    const size_t points = side * side, next = p->tile * p->in_step / p->out_step * p->depth;
+    for (size_t c = 0; c < p->depth; c += LANES) {
         vec d[MAX_POINTS];
         UNROLLED(i, points) {
             d[i] = *(const vec *)(from[i] + c);
-            if (i % side >= 2) // 4 x 4 outputs: the first two columns were loaded for this tile
-                __builtin_prefetch(from[i] + next + c);
+            __builtin_prefetch(from[i] + next + c);
         }
         UNROLLED(j, side)
             transform_input(side == SIDE, d + j, side);
@@ -1320,10 +1321,11 @@ INLINE void input_tile(const size_t side, TileBlock b, const real *const *from, 
     }
 }
 
-// Returns which input, counted from a tile's first, belongs to point i across it.
+// Returns which input, counted from a tile's first, belongs to point i across it. With stride 2,
+// the middle tap reads those between the others or, in the data gradient, the same.
 static size_t input_offset(const Pass *p, size_t i) {
-    const size_t interpolated = p->side == SIDE ? SIDE : FINITE;
-    return i % interpolated * p->in_step + i / interpolated * (p->in_step - 1);
+    const bool middle = p->side == STRIDED_SIDE && i >= FINITE;
+    return middle ? (i - FINITE + 1) * p->in_step - 1 : i * p->in_step;
 }
 
 // This function, winograd_output() and winograd_dout() are not inlined: a second copy might be
@@ -1355,9 +1357,11 @@ INLINE void transform_output(const size_t side, const size_t tile, vec *m, size_
 }
 
 // Returns where output i of a row is after transform_output(): in the data gradient of stride 2
-// the even ones are not interpolated.
+// the middle tap alone gives the even ones.
 INLINE size_t output_position(const size_t tile, size_t i) {
-    return tile <= 4 ? i : i / 2 + (i + 1) % 2 * FINITE;
+    if (tile < 8)
+        return i;
+    return i % 2 == 0 ? FINITE + i / 2 : i / 2;
 }
 
 /* Computes tile t of a block, at position s: output = A^T m A + bias, or +=; then the ReLU. side
@@ -1393,10 +1397,9 @@ INLINE void output_tile(const size_t side, const size_t tile, const bool whole, 
 }
 
 NOINLINE void winograd_output(TileBlock b) {
-    const bool adds = b.pass->accumulate;
     for (size_t t = 0; t < b.tiles; t++) {
         const TilePosition s = tile_position(b, t);
-        const bool whole = is_whole(b, s) && !adds;
+        const bool whole = is_whole(b, s) && !b.pass->accumulate;
         if (b.pass->tile == 8)
             output_tile(STRIDED_SIDE, 8, false, b, s, t);
         else if (b.pass->side == STRIDED_SIDE)
@@ -1418,23 +1421,22 @@ INLINE void transform_dout(const size_t side, vec *d, size_t step) {
     evaluate_polynomial(4, side == SIDE, d, step);
 }
 
-// m = A dout A^T of tile t of a block, which is at s
+// m = A dout A^T of tile t of a block, 4 x 4 pixels from s on
 INLINE void dout_tile(const size_t side, const bool whole, TileBlock b, TilePosition s, size_t t,
                       const real *dout) {
-    enum { TILE_SIDE = SIDE + 1 - 3 };
     const size_t pixel = b.pass->out.c, row = b.pass->out.w * pixel;
     const real *from = dout + tile_offset(b, s);
     real *m = b.m + t * b.m_pitch;
     for (size_t j = 0; j < b.columns; j += LANES) {
         const size_t count = whole ? LANES : b.columns - j;
         vec d[MAX_POINTS];
-        UNROLLED(i, TILE_SIDE * TILE_SIDE) {
-            const size_t y = i / TILE_SIDE, x = i % TILE_SIDE;
+        UNROLLED(i, 4 * 4) {
+            const size_t y = i / 4, x = i % 4;
             d[y * side + x] = (vec){0};
             if (whole || is_inside(b, s, y, x))
                 d[y * side + x] = load(from + y * row + x * pixel + j, count);
         }
-        UNROLLED(i, TILE_SIDE)
+        UNROLLED(i, 4)
             transform_dout(side, d + side * i, 1);
         UNROLLED(i, side)
             transform_dout(side, d + i, side);
@@ -1517,7 +1519,7 @@ static bool suits_columns(const Pass *p) {
 
 // Returns the elements of the transformed filters of a block of columns, and of its products.
 static size_t column_area(const Pass *p, size_t tiles) {
-    return POINTS * point_step(p, COLUMNS) + tile_points(p) * odd_lines(tiles * odd_lines(COLUMNS));
+    return filters_offset(p, COLUMNS) + tile_points(p) * odd_lines(tiles * odd_lines(COLUMNS));
 }
 
 static TileBlock all_tiles(const Pass *p, size_t column) {
@@ -1536,7 +1538,7 @@ static void winograd_ith_columns(const void *context, size_t i) {
     for (size_t j = 0; j < b.columns; j += LANES)
         pack_columns(filters, p, b.column + j);
     b.filters = filters;
-    b.m = filters + POINTS * point_step(p, COLUMNS);
+    b.m = filters + filters_offset(p, COLUMNS);
     winograd_products(b);
     winograd_output(b);
 }
@@ -1814,14 +1816,13 @@ static void multiply_block(const WinogradGradient *w, real *du, size_t block, si
 // to the next
 INLINE void dweight_vector(const size_t stride, real *to, const real *du, size_t tap_step,
                            size_t count) {
-    const size_t terms = ceil_div(3, stride); // taps across that are interpolated
     vec u[POINTS];
     UNROLLED(point, POINTS)
         u[point] = *(const vec *)(du + point * DU_STEP);
     UNROLLED(i, SIDE)
-        transform_dweight(terms, stride == 1, u + i, SIDE);
+        transform_dweight(stride, u + i, SIDE);
     UNROLLED(i, 3)
-        transform_dweight(terms, stride == 1, u + SIDE * tap_position(stride, i), 1);
+        transform_dweight(stride, u + SIDE * tap_position(stride, i), 1);
     UNROLLED(tap, 9) {
         const size_t y = tap_position(stride, tap / 3), x = tap_position(stride, tap % 3);
         store(to + tap * tap_step, u[y * SIDE + x], count);
