@@ -1132,9 +1132,9 @@ INLINE void transform_weight(const size_t kernel, const size_t stride, vec *g, s
 }
 
 // G^T du, of 3 taps
-INLINE void transform_dweight(const size_t stride, vec *u, size_t step) {
+INLINE void transform_dweight(vec *u, size_t step) {
     divide_by_slopes(u, step);
-    evaluate_transposed(ceil_div(3, stride), stride == 1, u, step);
+    evaluate_transposed(3, true, u, step);
 }
 
 // Returns where a tap of a filter's row is before its transform, which with stride 2 leaves the
@@ -1413,34 +1413,26 @@ NOINLINE void winograd_output(TileBlock b) {
     }
 }
 
-// A dout for one row or column. With stride 2, points 5 to 8 are dout itself, for the middle tap.
-INLINE void transform_dout(const size_t side, vec *d, size_t step) {
-    if (side == STRIDED_SIDE)
-        UNROLLED(i, 4)
-            d[(FINITE + i) * step] = d[i * step];
-    evaluate_polynomial(4, side == SIDE, d, step);
-}
-
-// m = A dout A^T of tile t of a block, 4 x 4 pixels from s on
-INLINE void dout_tile(const size_t side, const bool whole, TileBlock b, TilePosition s, size_t t,
-                      const real *dout) {
+// m = A dout A^T of tile t of a block, which is at s
+INLINE void dout_tile(const bool whole, TileBlock b, TilePosition s, size_t t, const real *dout) {
+    enum { TILE_SIDE = SIDE + 1 - 3 };
     const size_t pixel = b.pass->out.c, row = b.pass->out.w * pixel;
     const real *from = dout + tile_offset(b, s);
     real *m = b.m + t * b.m_pitch;
     for (size_t j = 0; j < b.columns; j += LANES) {
         const size_t count = whole ? LANES : b.columns - j;
-        vec d[MAX_POINTS];
-        UNROLLED(i, 4 * 4) {
-            const size_t y = i / 4, x = i % 4;
-            d[y * side + x] = (vec){0};
+        vec d[POINTS];
+        UNROLLED(i, TILE_SIDE * TILE_SIDE) {
+            const size_t y = i / TILE_SIDE, x = i % TILE_SIDE;
+            d[y * SIDE + x] = (vec){0};
             if (whole || is_inside(b, s, y, x))
-                d[y * side + x] = load(from + y * row + x * pixel + j, count);
+                d[y * SIDE + x] = load(from + y * row + x * pixel + j, count);
         }
-        UNROLLED(i, 4)
-            transform_dout(side, d + side * i, 1);
-        UNROLLED(i, side)
-            transform_dout(side, d + i, side);
-        UNROLLED(i, side * side)
+        UNROLLED(i, TILE_SIDE)
+            evaluate_polynomial(TILE_SIDE, true, d + SIDE * i, 1);
+        UNROLLED(i, SIDE)
+            evaluate_polynomial(TILE_SIDE, true, d + i, SIDE);
+        UNROLLED(i, POINTS)
             *(vec *)(m + i * b.m_step + j) = d[i];
     }
 }
@@ -1448,12 +1440,10 @@ INLINE void dout_tile(const size_t side, const bool whole, TileBlock b, TilePosi
 NOINLINE void winograd_dout(TileBlock b, const real *dout) {
     for (size_t t = 0; t < b.tiles; t++) {
         const TilePosition s = tile_position(b, t);
-        if (b.pass->side == STRIDED_SIDE)
-            dout_tile(STRIDED_SIDE, false, b, s, t, dout);
-        else if (is_whole(b, s))
-            dout_tile(SIDE, true, b, s, t, dout);
+        if (is_whole(b, s))
+            dout_tile(true, b, s, t, dout);
         else
-            dout_tile(SIDE, false, b, s, t, dout);
+            dout_tile(false, b, s, t, dout);
     }
 }
 
@@ -1602,8 +1592,10 @@ static WeightGradient weight_gradient_plan(const Layer *l, size_t n, const int32
     WeightGradient g = {.pass = forward_pass(l, false, maps)};
     Pass *p = &g.pass;
     p->n = n;
-    if (l->kernel_size != 3)
-        p->tile = 0; // by Winograd the rounding errors of a 5 x 5 filter's would be 3.3 times
+    // By Winograd the rounding errors of a 5 x 5 filter's would be 3.3 times; with stride 2, the
+    // gain would be 1.0 to 1.15 (Zen 3, one thread).
+    if (l->kernel_size != 3 || l->stride != 1)
+        p->tile = 0;
     g.sums = whole_vectors(l->weight_count + l->bias_count);
     const size_t worth = min_size(SLICE_ELEMENTS / g.sums, n * p->out_pixels / SLICE_PIXELS);
     g.slices = min_size(n, min_size(SLICES, max_size(1, worth)));
@@ -1793,55 +1785,37 @@ static void transform_ith_tiles(const void *context, size_t i) {
 static void multiply_block(const WinogradGradient *w, real *du, size_t block, size_t point) {
     const TileBlock c = w->chunk;
     const size_t row = block / w->across * DU_ROWS, column = block % w->across * DU_COLUMNS;
-    Product product = {.c = du + point * DU_STEP,
-                       .rows = min_size(DU_ROWS, c.pass->depth - row),
-                       .columns = min_size(DU_COLUMNS, whole_vectors(c.columns - column)),
-                       .depth = c.tiles,
-                       .a_row = 1,
-                       .a_step = c.v_pitch,
-                       .b_row = c.m_pitch,
-                       .c_row = DU_PITCH,
-                       .accumulate = c.first > 0};
-    for (size_t i = 0; i < tile_points(c.pass); i++) {
-        if (filter_point(c.pass->side, i) != point)
-            continue; // with stride 2, several points of a tile share one of the filter
-        product.a = c.v + i * c.v_step + row;
-        product.b = c.m + i * c.m_step + column;
-        multiply(&product);
-        product.accumulate = true;
-    }
+    const Product product = {.a = c.v + point * c.v_step + row,
+                             .b = c.m + point * c.m_step + column,
+                             .c = du + point * DU_STEP,
+                             .rows = min_size(DU_ROWS, c.pass->depth - row),
+                             .columns = min_size(DU_COLUMNS, whole_vectors(c.columns - column)),
+                             .depth = c.tiles,
+                             .a_row = 1,
+                             .a_step = c.v_pitch,
+                             .b_row = c.m_pitch,
+                             .c_row = DU_PITCH,
+                             .accumulate = c.first > 0};
+    multiply(&product);
 }
 
-// dweight (=) G^T du G of one vector of columns, of which `count` are stored; tap_step: from a tap
-// to the next
-INLINE void dweight_vector(const size_t stride, real *to, const real *du, size_t tap_step,
-                           size_t count) {
-    vec u[POINTS];
-    UNROLLED(point, POINTS)
-        u[point] = *(const vec *)(du + point * DU_STEP);
-    UNROLLED(i, SIDE)
-        transform_dweight(stride, u + i, SIDE);
-    UNROLLED(i, 3)
-        transform_dweight(stride, u + SIDE * tap_position(stride, i), 1);
-    UNROLLED(tap, 9) {
-        const size_t y = tap_position(stride, tap / 3), x = tap_position(stride, tap % 3);
-        store(to + tap * tap_step, u[y * SIDE + x], count);
-    }
-}
-
-// The same for a block
+// dweight = G^T du G, for a block
 static void store_block(const WinogradGradient *w, const real *du, size_t block) {
     const size_t depth = w->chunk.pass->depth, columns = w->chunk.pass->out.c;
     const size_t first = block / w->across * DU_ROWS, column = block % w->across * DU_COLUMNS;
     const size_t count = min_size(DU_COLUMNS, columns - column);
     for (size_t row = 0; row < min_size(DU_ROWS, depth - first); row++)
         for (size_t j = 0; j < count; j += LANES) {
+            vec u[POINTS];
+            UNROLLED(point, POINTS)
+                u[point] = *(const vec *)(du + point * DU_STEP + row * DU_PITCH + j);
+            UNROLLED(i, SIDE)
+                transform_dweight(u + i, SIDE);
+            UNROLLED(i, 3)
+                transform_dweight(u + SIDE * i, 1);
             real *to = w->g->w.dweight + (first + row) * columns + column + j;
-            const real *from = du + row * DU_PITCH + j;
-            if (w->chunk.pass->side == SIDE)
-                dweight_vector(1, to, from, depth * columns, count - j);
-            else
-                dweight_vector(2, to, from, depth * columns, count - j);
+            UNROLLED(tap, 9)
+                store(to + tap * depth * columns, u[tap / 3 * SIDE + tap % 3], count - j);
         }
 }
 

@@ -229,7 +229,7 @@ static void test_winograd(size_t kernel) {
 // 3 x 3, stride 2 and channels enough: what suits_winograd() takes with a stride.
 static void test_strided_winograd(void) {
     static Net net;
-    size_t by_columns = 0, gradients[2] = {0, 0}; // in chunks and at once
+    size_t by_columns = 0;
     for (int shape = 0; shape < (quick ? 4 : 16); shape++) {
         const bool many = shape % 4 == 1, wide = shape % 4 == 2; // as in test_winograd()
         const size_t n = many ? 16 : draw_size(1, 4), least = many ? 17 : 7;
@@ -248,15 +248,12 @@ static void test_strided_winograd(void) {
         if (!forward.tile || !backward_pass(&l, NULL, false).tile)
             fail("%zu x %zu x %zu was not taken", in.h, in.w, in.c);
         by_columns += suits_columns(&forward);
-        const WeightGradient g = weight_gradient_plan(&l, n, NULL);
-        gradients[winograd_gradient_plan(&g).at_once]++;
         compare_layer(l, draw_bits() % 2, n, draw_bits() % 2);
         conv2d_bias(&net, 0, 67, 3, 2, 1, true); // columns that are no whole vectors
         compare_layer(net.layers[2], draw_bits() % 2, 2, draw_bits() % 2);
     }
-    if (!by_columns || !gradients[0] || !gradients[1])
-        fail("%zu by columns, %zu gradients in chunks, %zu at once", by_columns, gradients[0],
-             gradients[1]);
+    if (!by_columns)
+        fail("no shape was computed by columns");
     verdict("Winograd's convolution with stride 2 against its definition");
 }
 
