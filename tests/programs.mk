@@ -45,6 +45,9 @@ PTX_SM = 80
 PTX_OBJECTS = $(patsubst tests/ptx/%.cpp,build/ptx/%.o,$(wildcard tests/ptx/*.cpp))
 PTX_BUILD = $(CXX) -std=c++20 -O2 -march=$(ARCH) -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-strict-aliasing \
 	-fopenmp -Wall -Wextra -I$(dir $(NVCC))../include
+# Beside sm_80, make test-all runs one of these each day, as tests/ptx/test_ptx.sh and tests/gpu/test_nvcc.sh choose it.
+DAY = $(or $(ROTATION),$(shell date +%j))
+PTX_TODAY = 80 $(if $(LONG),75 90,$(filter 75 90,$(word $(shell expr $(DAY) % 3 + 1),75 newest 90)))
 # A register is 32 numbers of 4 bytes, so it needs a CPU with AVX2 and F16C.
 HAVE_PTX = $(and $(HAVE_CUDA),$(call probe,$(HASH)ifndef __F16C__\n$(HASH)error\n$(HASH)endif\nint main(void) { \
 	return 0; },-march=$(ARCH)))
@@ -93,7 +96,7 @@ TEST_PROGRAMS = $(TESTED) $(if $(call parts_of,unit),build/test_float build/test
 	$(if $(filter all unit/avx2,$(call all_parts_of,unit)),$(if $(filter x86_64,$(shell uname -m)),build/test_avx2)) \
 	$(if $(shell command -v $(CXX) 2>/dev/null),cnn-emu \
 		$(if $(call parts_of,gpu),$(addprefix build/emu_,$(GPU_PROGRAMS) test_tensor))) \
-	$(if $(and $(call all_parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,75 80 90))) \
+	$(if $(and $(call all_parts_of,ptx),$(HAVE_PTX)),$(call ptx_programs,$(if $(QUICK),80,$(PTX_TODAY)))) \
 	$(if $(call parts_of,robust),build/cnn-cpu) \
 	$(if $(call parts_of,labs),$(if $(shell command -v $(CXX) 2>/dev/null),build/emu_see_kernels) \
 		$(if $(QUICK),,$(if $(HAVE_PTX),build/ptx/see_kernels))) \

@@ -29,12 +29,12 @@ build() {
 build_order() {
     bare_sources lab02.c && compile_part part.o && (cd bare && compile_part part.o) &&
         only_harmless_calls bare/part.o part.o && compile_part counted.o -fsanitize=thread -finline &&
-        "${CC:-gcc}" -std=gnu17 -O1 -g -Wno-unknown-pragmas labs/check/lab02.c counted.o -o lab02 -lm &&
-        "${CC:-gcc}" -std=gnu17 -O1 -g -w labs/check/{lab02,apart}.c bare/part.o -o order -lm -lpthread
+        "${CC:-gcc}" -std=gnu17 -O1 -g1 -Wno-unknown-pragmas labs/check/lab02.c counted.o -o lab02 -lm &&
+        "${CC:-gcc}" -std=gnu17 -O1 -g1 -w labs/check/{lab02,apart}.c bare/part.o -o order -lm -lpthread
 }
 compile_part() { # compile_part OBJECT OPTIONS...
     { sections 1. 2. && echo 'void part(Work w) { conv2d_forward_naive(w); }'; } >part.c &&
-        "${CC:-gcc}" -std=gnu17 -O1 -g -w "${by_function[@]}" "${@:2}" -c part.c -o "$1"
+        "${CC:-gcc}" -std=gnu17 -O1 -g1 -w "${by_function[@]}" "${@:2}" -c part.c -o "$1"
 }
 
 run() {

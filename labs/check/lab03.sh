@@ -18,7 +18,7 @@ END
 
 # compile PROGRAM FLAGS...: PROGRAM.o, the tests of the queue; without OpenMP, which they do not need
 compile() {
-    "${CC:-gcc}" -std=gnu17 -O1 -g "${by_function[@]}" -Wno-unknown-pragmas "${@:2}" -c labs/check/lab03.c -o "$1.o"
+    "${CC:-gcc}" -std=gnu17 -O1 -g1 "${by_function[@]}" -Wno-unknown-pragmas "${@:2}" -c labs/check/lab03.c -o "$1.o"
 }
 link() { # link PROGRAM FILES AND FLAGS...
     "${CC:-gcc}" -std=gnu17 -Wl,--wrap=pthread_mutex_lock,--wrap=pthread_mutex_unlock,--wrap=pthread_cond_wait \

@@ -32,9 +32,9 @@ build() {
     if wanted 1 2 3 4 5 6 7; then
         cut_kernels 4 6 "$without_products" >lab04.cu
         echo 'extern "C" void lab_add_bias(Work w) { add_bias(w); }' >>lab04.cu
-        "${CC:-gcc}" -std=gnu17 -g -march=native -w -c labs/check/lab04.c -o lab04.o &&
+        "${CC:-gcc}" -std=gnu17 -g1 -march=native -w -c labs/check/lab04.c -o lab04.o &&
             "${CC:-gcc}" -std=gnu17 lab04.o labs/check/apart.c -o checker -lm -lpthread || return
-        emulated lab04_emulated lab04 "${CXX:-g++}" -O1 -g &
+        emulated lab04_emulated lab04 "${CXX:-g++}" -O1 -g1 &
         pids+=($!)
     fi
     if wanted 6; then
@@ -67,13 +67,13 @@ build_timer() { # it reads our clock, and no GPU is in its program
         awk -v mode=strip -v from=4 -v stubs=labs/stubs -v file=crossover.c -f labs/check/regions.awk \
             labs/lab04/crossover.c >bare/labs/lab04/crossover.c && compile_crossover bare &&
         only_harmless_calls bare/lab04_crossover.o lab04_crossover.o lab_clock_gettime || return
-    "${CC:-gcc}" -std=gnu17 -g -Wall -Wextra -c labs/check/lab04_timer.c -o lab04_timer.o &&
+    "${CC:-gcc}" -std=gnu17 -g1 -Wall -Wextra -c labs/check/lab04_timer.c -o lab04_timer.o &&
         "${CC:-gcc}" lab04_timer.o lab04_crossover.o -o lab04_timer -lm -lpthread &&
         "${CC:-gcc}" -std=gnu17 lab04_timer.o labs/check/apart.c -o timer -lm -lpthread
 }
 compile_crossover() { # compile_crossover FOLDER: of the sources there
     # the fast kernels, which use the system's threads, are in neither
-    (cd "$1" && "${CC:-gcc}" -std=gnu17 -g -w "${by_function[@]}" -DCNN_NO_KERNELS \
+    (cd "$1" && "${CC:-gcc}" -std=gnu17 -g1 -w "${by_function[@]}" -DCNN_NO_KERNELS \
         -Dclock_gettime=lab_clock_gettime -Dmain=crossover_main -c labs/lab04/crossover.c -o lab04_crossover.o)
 }
 

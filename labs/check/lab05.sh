@@ -26,11 +26,11 @@ vet_part() { [ "$1" = 5.0 ] || vet_kernel "$1" 'conv_naive|naive_kernel' "one(),
 build() {
     wanted 1 2 3 4 5 6 7 8 9 || return 0
     { echo '#line 1 "conv.cu"' && cat labs/lab05/conv.cu labs/check/lab05_device.cu; } >lab05.cu
-    "${CC:-gcc}" -std=gnu17 -O1 -g -Wall -Wextra -c labs/check/lab05.c -o lab05.o &&
+    "${CC:-gcc}" -std=gnu17 -O1 -g1 -Wall -Wextra -c labs/check/lab05.c -o lab05.o &&
         "${CC:-gcc}" lab05.o labs/check/apart.c -o checker -lm -lpthread || return
     if wanted 1 2 3 4 5 6 7 8; then
         sed -f tests/emulator/cuda_on_cpu.sed lab05.cu >lab05.cpp
-        "${CXX:-g++}" -std=c++17 -O1 -g -march=native -Wno-unknown-pragmas -I. \
+        "${CXX:-g++}" -std=c++17 -O1 -g1 -march=native -Wno-unknown-pragmas -I. \
             -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -fsanitize=alignment -fsanitize-undefined-trap-on-error \
             -include tests/emulator/cuda_on_cpu.h -Dmain=conv_main -c lab05.cpp -o lab05_emulated.o &&
             no_arrays lab05_emulated.o &&

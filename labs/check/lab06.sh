@@ -29,8 +29,8 @@ build() {
     if wanted 6 7 8; then "${CC:-gcc}" -std=gnu17 -O1 -w labs/lab06/overlap.c -o overlap || return; fi
     { cut_kernels 6 6 "$without_products" && echo "$appended"; } >lab06.cu
     strip_overlap && compile_overlap && (cd bare && compile_overlap) && only_harmless_calls bare/overlap.o overlap.o &&
-        "${CC:-gcc}" -std=gnu17 -g -march=native -w -c labs/check/lab06.c -o lab06_tests.o &&
-        ld -r lab06_tests.o overlap.o -o lab06.o && emulated lab06_emulated lab06 "${CXX:-g++}" -O0 -g &&
+        "${CC:-gcc}" -std=gnu17 -g1 -march=native -w -c labs/check/lab06.c -o lab06_tests.o &&
+        ld -r lab06_tests.o overlap.o -o lab06.o && emulated lab06_emulated lab06 "${CXX:-g++}" -O0 -g1 &&
         only_emulator_calls lab06_emulated.o && if on_gpu; then for_gpu lab06_gpu lab06; fi
 }
 strip_overlap() { # with the starter's stub, in the folder bare
@@ -38,7 +38,7 @@ strip_overlap() { # with the starter's stub, in the folder bare
         -f labs/check/regions.awk labs/lab06/overlap.c >bare/labs/lab06/overlap.c
 }
 compile_overlap() {
-    "${CC:-gcc}" -std=gnu17 -g -w "${by_function[@]}" -Dmain=overlap_main -c labs/lab06/overlap.c -o overlap.o
+    "${CC:-gcc}" -std=gnu17 -g1 -w "${by_function[@]}" -Dmain=overlap_main -c labs/lab06/overlap.c -o overlap.o
 }
 tested() { if on_gpu; then ./lab06_gpu "$@"; else ./lab06_emulated "$@"; fi; }
 

@@ -61,10 +61,10 @@ extern "C" const Kernels *cuda_kernels(size_t i) {
 build() {
     wanted 1 2 3 4 5 6 7 8 || return 0
     { cut_kernels 7 3 'static double peak_gflops(void) { return 0; }' own && echo "$appended"; } >lab07.cu
-    "${CC:-gcc}" -std=gnu17 -g -march=native -w -c labs/check/lab07.c -o lab07.o || return
+    "${CC:-gcc}" -std=gnu17 -g1 -march=native -w -c labs/check/lab07.c -o lab07.o || return
     if wanted 8; then emulated lab07_counted lab07 "${CXX:-g++}" -O1 -fsanitize=thread -DCUEMU_COUNT || return; fi
     if wanted 1; then build_races || return; fi
-    emulated lab07_emulated lab07 "${CXX:-g++}" -O0 -g && only_emulator_calls lab07_emulated.o &&
+    emulated lab07_emulated lab07 "${CXX:-g++}" -O0 -g1 && only_emulator_calls lab07_emulated.o &&
         if on_gpu; then for_gpu lab07_gpu lab07; fi
 }
 

@@ -29,7 +29,7 @@ compile_tests() {
         "${CC:-gcc}" -std=gnu17 bare/lab08.o labs/check/apart.c -o checker -lm -lpthread
 }
 compile_ranks() {
-    "${CC:-gcc}" -std=gnu17 -g -w "${by_function[@]}" -Ilabs/check/lab08_mpi -c labs/check/lab08.c -o lab08.o
+    "${CC:-gcc}" -std=gnu17 -g1 -w "${by_function[@]}" -Ilabs/check/lab08_mpi -c labs/check/lab08.c -o lab08.o
 }
 compile_program() { "${CC:-gcc}" -std=gnu17 -O1 -w "$1.c" -o "$1" -lm -lpthread; }
 

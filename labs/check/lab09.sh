@@ -21,7 +21,7 @@ build() {
         "${CC:-gcc}" lab09.o -o rates -lm -lpthread &&
         "${CC:-gcc}" -std=gnu17 bare/lab09.o labs/check/apart.c -o checker -lm -lpthread
 }
-compile() { "${CC:-gcc}" -std=gnu17 -g -w "${by_function[@]}" -c labs/check/lab09.c -o lab09.o; }
+compile() { "${CC:-gcc}" -std=gnu17 -g1 -w "${by_function[@]}" -c labs/check/lab09.c -o lab09.o; }
 program() { [ -x cnn ] || "${CC:-gcc}" -std=gnu17 -O1 -w cnn.c -o cnn -lm -lpthread; } # which few tests need
 runs() { bash "$home/labs/check/runs.sh" 9 "$1" "$from" && cat >&9; }
 

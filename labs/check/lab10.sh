@@ -29,11 +29,11 @@ vet_part() {
 build() {
     wanted 1 2 3 4 5 6 7 8 9 || return 0
     { echo '#line 1 "matmul.cu"' && cat labs/lab10/matmul.cu labs/check/lab10_device.cu; } >lab10.cu
-    "${CC:-gcc}" -std=gnu17 -O1 -g -Wall -Wextra -c labs/check/lab10.c -o lab10.o &&
+    "${CC:-gcc}" -std=gnu17 -O1 -g1 -Wall -Wextra -c labs/check/lab10.c -o lab10.o &&
         "${CC:-gcc}" lab10.o labs/check/apart.c -o checker -lm -lpthread || return
     if wanted 1 2 3 4 5 6 7 8; then
         sed -f tests/emulator/cuda_on_cpu.sed lab10.cu >lab10.cpp
-        "${CXX:-g++}" -std=c++17 -O1 -g -march=native -Wno-unknown-pragmas -I. \
+        "${CXX:-g++}" -std=c++17 -O1 -g1 -march=native -Wno-unknown-pragmas -I. \
             -fsanitize=thread -fno-tree-sra -DCUEMU_COUNT -fsanitize=alignment -fsanitize-undefined-trap-on-error \
             -include tests/emulator/cuda_on_cpu.h -include labs/check/lab10_counts.h -Dmain=matmul_main \
             -c lab10.cpp -o lab10_emulated.o && no_arrays lab10_emulated.o &&

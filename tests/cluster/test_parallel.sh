@@ -405,7 +405,7 @@ test_dead_rank() {
 # ---- No races: under the thread sanitizer, without OpenMP, whose threads it does not know
 
 test_races() {
-    local options flags="-std=gnu17 -O1 -g -fsanitize=thread -Wno-unknown-pragmas" most=4
+    local options flags="-std=gnu17 -O1 -g1 -DUNROLL= -fsanitize=thread -Wno-unknown-pragmas" most=4
     [ -z "${QUICK:-}" ] || most=1
     # shellcheck disable=SC2086 # several words on purpose
     if ! clang $flags "$repo/cnn.c" -o "$tmp/tsan" -lm -lpthread 2>/dev/null; then

@@ -186,7 +186,7 @@ END
 }
 
 test_address_sanitizer() {
-    build asan "$gxx" -O1 -g -fsanitize=address -fno-omit-frame-pointer || return
+    build asan "$gxx" -O1 -g1 -fsanitize=address -fno-omit-frame-pointer || return
     right asan CUEMU_DEVICES=2 CUEMU_ORDER=1
     local report='AddressSanitizer: heap-buffer-overflow'
     bug out_of_range asan "$report"
@@ -201,7 +201,7 @@ line_in_report() { holds "$1" "a line $2" "$(head -n 30 "$err")" grep -qE -- "$2
 
 test_race_detector() {
     local name=tsan order
-    build tsan "$clangxx" -O1 -g -fsanitize=thread || return # gcc's finds less
+    build tsan "$clangxx" -O1 -g1 -fsanitize=thread || return # gcc's finds less
     for order in 0 1 7; do
         right tsan CUEMU_DEVICES=2 CUEMU_ORDER=$order
     done

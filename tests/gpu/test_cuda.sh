@@ -72,13 +72,13 @@ test_kernels() {
     same "equal_bits_in_any_order" "3 bf16,3 cifar,3 mnist,3 resnet8" "$hashes"
     [ -z "${LONG:-}" ] || checked order_7 plain CUEMU_ORDER=7 CUEMU_LAZY=1 QUICK=1 all
     half 0 || { skip sanitizers "$not_this_half" && return; }
-    make_program address "$cxx" -O1 -g -fsanitize=address,alignment -fno-sanitize-recover=all
+    make_program address "$cxx" -O1 -g1 -fsanitize=address,alignment -fno-sanitize-recover=all
     checked address address QUICK=1 all
 }
 
 # The race detector: clang's is four times as fast as gcc's, and finds more.
 choose_tsan() {
-    local options=(-O1 -g -fsanitize=thread)
+    local options=(-O1 -g1 -fsanitize=thread)
     tsan=("$cxx" "${options[@]}")
     if "$clangxx" -fsanitize=thread -x c++ - -o /dev/null 2>/dev/null <<<'int main() {}'; then
         tsan=("$clangxx" "${options[@]}")
@@ -573,7 +573,7 @@ test_mutations() {
 
 # For other builds than make's.
 build_tests() {
-    "$cc" -std=gnu17 -O2 "-march=$arch" -fno-math-errno -g -Wall -Wextra -Wno-unused-function \
+    "$cc" -std=gnu17 -O2 "-march=$arch" -fno-math-errno -g1 -Wall -Wextra -Wno-unused-function \
         -Wno-unknown-pragmas -c "$repo/tests/gpu/test_cuda.c" -o "$build/test_cuda.o" 2>"$err"
     same build/tests "exit 0, " "exit $?, $(cat "$err")"
     choose_tsan

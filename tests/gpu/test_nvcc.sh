@@ -5,7 +5,8 @@
 # build/registers.txt gets what depends on nvcc's version: registers and memory of every kernel. The machine code is
 # read with cuobjdump and nvdisasm. If nvcc came without them: .venv/bin/pip install nvidia-cuda-cuobjdump
 # nvidia-cuda-nvdisasm.
-# QUICK=1: only sm_80. What make has just compiled for tests/ptx is not compiled again. NVCC=PATH: another.
+# For sm_80 and, by turns of days, sm_75, sm_90 or the newest architecture that nvcc knows (LONG=1: all; QUICK=1: only
+# sm_80). What make has just compiled for tests/ptx is not compiled again. NVCC=PATH: another.
 # Prints `pass nvcc/NAME`, `fail nvcc/NAME: expected ..., found ...` or `skip nvcc/NAME: why`.
 suite=nvcc
 # shellcheck source=tests/lib.sh
@@ -114,11 +115,16 @@ if [ -z "$nvcc" ]; then
     skip architectures "nvcc is not installed"
 else
     known=$("$nvcc" --list-gpu-arch 2>/dev/null | sed 's/compute_/sm_/')
-    architectures=$(printf '%s\n' sm_75 sm_80 sm_90 "$(sort -V <<<"$known" | tail -n 1)" | sort -uV)
+    newest=$(sort -V <<<"$known" | tail -n 1)
+    architectures=sm_80
+    if [ -z "${QUICK:-}" ]; then
+        for another in "0 sm_75" "1 sm_90" "2 $newest"; do
+            ! share "${another% *}" 3 || architectures+=" ${another#* }"
+        done
+    fi
     mkdir -p "$repo/build"
     "$nvcc" --version | tail -n 2 | head -n 1 >"$report"
     rm -f "$tmp/kernels.o"
-    [ -z "${QUICK:-}" ] || architectures=sm_80
     for architecture in $architectures; do
         check_architecture "$architecture"
     done

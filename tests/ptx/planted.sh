@@ -47,7 +47,7 @@ noticed_by() {
 
 with_emulator() {
     { echo '#line 1 "cnn_kernels.cu"' && sed -f tests/emulator/cuda_on_cpu.sed "$tmp/$1.cu"; } |
-        g++ -std=c++17 -O1 -march=native -g -w -I. -include tests/emulator/cuda_on_cpu.h -fsanitize=alignment \
+        g++ -std=c++17 -O1 -march=native -g1 -w -I. -include tests/emulator/cuda_on_cpu.h -fsanitize=alignment \
             -fsanitize-undefined-trap-on-error -x c++ -c - -o "$tmp/emu.o" 2>"$err" &&
         gcc -fopenmp build/test_cuda.o "$tmp/emu.o" -o "$tmp/emu" -lstdc++ -lm -lpthread
 }

@@ -9,7 +9,7 @@ suite=fuzz
 # shellcheck source=tests/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" || exit 1
 export TMPDIR=$tmp ASAN_OPTIONS=quarantine_size_mb=8:detect_leaks=0
-flags=(-std=gnu17 -O1 -g -fno-math-errno -w -fno-sanitize-recover=all)
+flags=(-std=gnu17 -O1 -g1 -DUNROLL= -fno-math-errno -w -fno-sanitize-recover=all)
 
 # Target, inputs of the short form: about a second each.
 targets='
