@@ -1052,14 +1052,14 @@ static void convolve_by_panels(const Pass *p) {
    forward and the weight gradient are this bilinear map transposed. At x and -x the even terms are
    equal and the odd ones differ in sign, so a pair of points costs little more than one.
 
-   Stride 2, padding 1: taps 0 and 2 read every other input, tap 1 those between. So, in one
-   dimension, 4 outputs are the sum of two convolutions with stride 1: of taps 0 and 2 with 5
-   inputs, for which the five finite interpolation points suffice, and of tap 1 with the 4 inputs
-   between, which are multiplied as they are. So a tile has 9 * 9 = 81 points, for the same 144
+   Stride 2, padding 1: taps 0 and 2 read every other input, tap 1 those between. In one dimension,
+   4 outputs are therefore the sum of two convolutions with stride 1: of taps 0 and 2 with 5 inputs,
+   for which the five finite interpolation points suffice, and of tap 1 with the 4 inputs between,
+   which are multiplied as they are. A tile then has 9 * 9 = 81 points, instead of the 144
    multiplications of the definition. Across it, 0 to 4 are the interpolated ones; 5 to 8 are all
    multiplied by tap 1, which is in the place of infinity in the transformed filter. In the data
    gradient the two convolutions compute different pixels of din, the odd ones and the even ones of
-   8 x 8, from 5 x 5 of dout.
+   8 x 8, from 5 x 5 of dout. The weight gradient would gain little and keeps the register tile.
 
    The choice of near and far determines how rounding errors grow: with 1 and 2, as in the paper,
    they are up to 5 times as large as in the definition; with 5/8 and 3/2, 1.2 to 2.8 times (root
