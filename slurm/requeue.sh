@@ -6,6 +6,10 @@
 # program gets the signal, too, and saves; then the job is queued again. The job keeps its number, and so its folder
 # and its checkpoint. The checkpoint is also used when a node has failed.
 #
+# If Slurm ends the job earlier (scancel, preemption, the end of a reservation), it sends SIGTERM to every process of
+# the job, and SIGKILL to those that are left when this script has ended. So the script waits until the program has
+# saved. (srun and mpirun may send their processes a second SIGTERM, which ends them at once, before they have saved.)
+#
 # labs/tools/monitor writes monitor.csv into the folder. It runs next to the program and does not start it, since Slurm
 # sends SIGTERM to every process of a job, and a second SIGTERM, forwarded by the monitor, would end the program before
 # it has saved. It samples only the machine of this script, and needs Python. A job that was queued again writes
@@ -50,6 +54,7 @@ train() {
     "$@" &
     pid=$!
     trap requeue USR1
+    trap 'interrupted=1' TERM # without it, this shell would end at once
     watch_machine "$folder/monitor${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}.csv" &
     monitor=$!
     interrupted=1

@@ -132,3 +132,11 @@ requeued fails_first 5 "trap 'exit 5' USR1"
 requeued saves_and_ends 0 "trap '$save; exit 0' USR1"
 # shellcheck disable=SC2016
 requeued ends_before 4 'touch runs/$SLURM_JOB_NAME-1/{ready,monitor.csv}; exit 4'
+
+# Slurm ends the job, with SIGTERM to the script and to the program: the script waits until the program has saved.
+# shellcheck disable=SC2016
+same requeue/ended "saved 143" "$(SLURM_JOB_NAME=ended SLURM_JOB_ID=1 timeout 60 bash -c '
+    source slurm/requeue.sh >/dev/null
+    { until [ -s "$folder/pid" ]; do sleep 0.1; done; kill -TERM $$ "$(<"$folder/pid")"; } &
+    train bash -c "trap \"sleep 1; echo saved; exit 143\" TERM; echo \$\$ >$folder/pid; while sleep 0.1; do :; done"
+    echo $?' 2>"$err" | xargs)"
