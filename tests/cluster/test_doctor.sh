@@ -94,6 +94,13 @@ done <<'END'
 none ^note +cores +4 usable; .*--cpus-per-task
 END
 
+# ---- slurm/site.env: srun gets nodes with the same feature as sbatch; a step of a job gets those of the job
+
+# shellcheck disable=SC2016
+said() { bash -c 'source slurm/site.env; echo "${SLURM_CONSTRAINT:-}, ${SALLOC_CONSTRAINT:-}"'; }
+same site/constraint "a100, a100" "$(SBATCH_CONSTRAINT=a100 said)"
+same site/constraint_in_job ", a100" "$(SBATCH_CONSTRAINT=a100 SLURM_CONSTRAINT=a100 SLURM_JOB_ID=7 said)"
+
 # ---- slurm/requeue.sh: the status is the program's, also of one that ends while the script handles the signal; the
 # monitor beside it changes nothing, and writes monitor.csv
 mkdir -p labs/tools && cp "$repo/labs/tools/monitor" labs/tools/
