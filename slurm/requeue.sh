@@ -20,10 +20,12 @@ checkpoint=$folder/checkpoint.safetensors
 saved=(--out "$folder" --checkpoint "$checkpoint")
 [ ! -e "$checkpoint" ] || saved+=(--resume)
 mkdir -p "$folder"
+shown=$folder # where the run is
+[[ ! " $* " =~ .*\ --out[\ =]([^\ ]+) ]] || shown=${BASH_REMATCH[1]}
 cat <<END
 To follow this job, on the login node:
     tail -f $SLURM_JOB_NAME-$SLURM_JOB_ID.out
-    .venv/bin/python labs/tools/watch.py $folder
+    .venv/bin/python labs/tools/watch.py $shown
 END
 
 # shellcheck disable=SC2317 # the trap calls it

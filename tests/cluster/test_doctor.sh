@@ -140,6 +140,12 @@ requeued saves_and_ends 0 "trap '$save; exit 0' USR1"
 # shellcheck disable=SC2016
 requeued ends_before 4 'touch runs/$SLURM_JOB_NAME-1/{ready,monitor.csv}; exit 4'
 
+# Where to watch a run that has a folder of its own, as in lab 0
+# shellcheck disable=SC2016,SC2086 # two words
+same requeue/shown "runs/given-1 runs/lab00" "$(for option in '' '--out runs/lab00'; do
+    SLURM_JOB_NAME=given SLURM_JOB_ID=1 bash -c 'source slurm/requeue.sh' - --epochs 1 $option --quiet
+done | grep -oP 'watch.py \K.*' | xargs)"
+
 # Slurm ends the job, with SIGTERM to the script and to the program: the script waits until the program has saved.
 # shellcheck disable=SC2016
 same requeue/ended "saved 143" "$(SLURM_JOB_NAME=ended SLURM_JOB_ID=1 timeout 60 bash -c '
