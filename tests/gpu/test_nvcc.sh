@@ -132,7 +132,7 @@ else
     # the programs of labs 5 and 10, with what their checkers append
     for program in 05/conv 10/matmul; do
         cat "$repo/labs/lab$program.cu" "$repo/labs/check/lab${program%/*}_device.cu" >"$tmp/program.cu"
-        "$nvcc" -std=c++17 -arch="$architecture" -Werror all-warnings -Xcompiler -Wall,-Wextra -c "$tmp/program.cu" \
+        "$nvcc" -std=c++17 -arch=sm_80 -Werror all-warnings -Xcompiler -Wall,-Wextra -c "$tmp/program.cu" \
             -o "$tmp/program.o" >"$out" 2>&1
         same "lab ${program%/*}/no warning" "exit 0: " "exit $?: $(head -n 5 "$out")"
     done
