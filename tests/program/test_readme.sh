@@ -91,7 +91,6 @@ smaller() {
         make\ study-scaling*) echo " LIMIT=640 RUNS=runs/scaling-cifar-2-epochs" ;;
         make\ study-workers*) echo " LIMIT=640 RUNS=runs/workers-cifar-1-epochs-20000-images" ;;
         'make ablation') echo " LIMIT=100 REPEATS=2" ;;
-        make\ ablation\ EMULATE=1*) echo " BATCH=8 REPEATS=1" ;;
         'make cnn cnn-emu') echo " EMU_OPT=-O0" ;;
         make\ ablation\ RUNGS=*) echo " LIMIT=16 REPEATS=2" ;;
     esac
