@@ -535,7 +535,11 @@ mpirun mpirun --bind-to none
 END
     scancel "$taken"
     if can_train_over_mpi mpi/no_gpu; then # the job has one, but the program cannot use it
-        CNN=$PWD/cnn submit slurm/multinode.sb "${tiny[@]}"
+        local tries=0 # MPI_Abort() ends all processes, and on a busy machine srun may lose what they have just written
+        while [ $((++tries)) -le 3 ] && ! grep -sq '^cnn: error: --gpus 1: ' ./*-"$job".out; do
+            CNN=$PWD/cnn submit slurm/multinode.sb "${tiny[@]}"
+            until_true ended "$job"
+        done
         ends mpi/no_gpu "$job" FAILED
         line mpi/no_gpu/says_so '^cnn: error: --gpus 1: '
     fi
