@@ -1681,115 +1681,65 @@ template <class T> static __device__ T *in_global(T *address) {
     return address;
 }
 
-/* ---- Walks: the elements of an operand that a thread loads, tile after tile along K. A tile has
+/* ---- A walk: the elements of an operand that a thread loads, tile after tile along K. A tile has
    LINES (rows of A or columns of B) by DEPTH of K. Each of LOADERS threads has COUNT chunks of it.
    A chunk is CHUNK elements that are neighbors in memory; pieces of WIDTH elements are loaded at
-   once. Neighboring threads have neighboring chunks. In which direction neighbors lie makes the
-   difference between the three walks:
+   once. Neighboring threads have neighboring chunks. Neighbors lie
 
-     AlongK         along K: of one line        A of forward; A and B of the data gradient
-     ImageAcrossK   across K: of one pixel      A of the weight gradient
-     MatrixAcrossK  across K: of one row        B of forward and of the weight gradient
+     along K (ALONG_K)   of one line           A of forward; A and B of the data gradient
+     across K            of one pixel or row   B of forward; A and B of the weight gradient
 
    `inner` is a thread's first element in the direction of neighbors, in which INNER threads lie
    side by side; `outer` is its first chunk in the other direction, and its chunks are APART there.
-   Constructors get the first line of the tile, the number of lines of the operand, and k of the
+   So a thread's pieces are at STEPS places of K, STEP apart, on each of OWN_LINES lines, NEXT_LINE
+   apart.
+   The constructor gets the first line of the tile, the number of lines of the operand, and k of the
    first tile. Lines beyond the operand have the addresses of its last ones; what is computed with
    them is not stored. each(o, k, end, load) calls load(chunk, piece, address, valid) for all pieces
    of the tile at k, which must follow the last call's. A piece that is not valid counts as 0: it is
    outside of the image, or not below `end`. */
-template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, int CHUNK, int WIDTH>
-struct AlongK {
-    enum { INNER = DEPTH / CHUNK, APART = LOADERS / INNER };
-    enum { COUNT = LINES / APART, PIECES = CHUNK / WIDTH };
-    int inner = threadIdx.x % INNER * CHUNK, outer = threadIdx.x / INNER;
-    Place lines[COUNT];
-    Digits k_digits, next_piece, next_tile;
-    __device__ AlongK(const Operand<T> &o, int first, int count, int begin) {
-        k_digits = o.column.digits(begin + inner);
-        next_piece = o.column.digits(WIDTH);
-        next_tile = o.column.digits(DEPTH - (PIECES - 1) * WIDTH);
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const int line = min(first + outer + i * APART, count - 1);
-            lines[i] = o.origin + o.line.place(o.line.digits(line));
-        }
-    }
-    template <class Load>
-    __device__ void each(const Operand<T> &o, int k, int end, const Load &load) {
-#pragma unroll
-        for (int piece = 0; piece < PIECES; piece++) {
-            const Place place = o.column.place(k_digits);
-            const bool exists = k + inner + piece * WIDTH < end;
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const Place p = lines[i] + place;
-                load(i, piece, o.data + p.offset, (!IMAGE || o.inside(p)) && exists);
-            }
-            o.column.add(k_digits, piece < PIECES - 1 ? next_piece : next_tile);
-        }
-    }
-};
-
-template <class T, int LINES, int DEPTH, int LOADERS, int CHUNK, int WIDTH> struct ImageAcrossK {
-    enum { INNER = LINES / CHUNK, APART = LOADERS / INNER };
-    enum { COUNT = DEPTH / APART, PIECES = CHUNK / WIDTH };
-    int inner = threadIdx.x % INNER * CHUNK, outer = threadIdx.x / INNER;
-    Place lines[PIECES];
-    Digits k_digits, next;
-    __device__ ImageAcrossK(const Operand<T> &o, int first, int count, int begin) {
-        k_digits = o.line.digits(begin + outer);
-        next = o.line.digits(APART);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; piece++) {
-            const int line = min(first + inner + piece * WIDTH, count - WIDTH);
-            lines[piece] = o.origin + o.column.place(o.column.digits(line));
-        }
-    }
-    template <class Load>
-    __device__ void each(const Operand<T> &o, int k, int end, const Load &load) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const Place place = o.line.place(k_digits);
-            const bool exists = k + outer + i * APART < end;
-#pragma unroll
-            for (int piece = 0; piece < PIECES; piece++) {
-                const Place p = lines[piece] + place;
-                load(i, piece, o.data + p.offset, o.inside(p) && exists);
-            }
-            o.line.add(k_digits, next);
-        }
-    }
-};
-
-template <class T, int LINES, int DEPTH, int LOADERS, int CHUNK, int WIDTH> struct MatrixAcrossK {
-    enum { INNER = LINES / CHUNK, APART = LOADERS / INNER };
-    enum { COUNT = DEPTH / APART, PIECES = CHUNK / WIDTH };
-    int inner = threadIdx.x % INNER * CHUNK, outer = threadIdx.x / INNER;
-    int lines[PIECES];
-    __device__ MatrixAcrossK(const Operand<T> &, int first, int count, int) {
-#pragma unroll
-        for (int piece = 0; piece < PIECES; piece++)
-            lines[piece] = min(first + inner + piece * WIDTH, count - WIDTH);
-    }
-    template <class Load>
-    __device__ void each(const Operand<T> &o, int k, int end, const Load &load) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const int row = k + outer + i * APART;
-#pragma unroll
-            for (int piece = 0; piece < PIECES; piece++) // the offset in 32 bits: one addition less
-                load(i, piece, o.data + (row * o.line.offset_a + lines[piece]), row < end);
-        }
-    }
-};
-
 template <class T, int LINES, int DEPTH, int LOADERS, bool IMAGE, bool ALONG_K, int CHUNK,
           int WIDTH>
-using Walk = std::conditional_t<
-    ALONG_K, AlongK<T, LINES, DEPTH, LOADERS, IMAGE, CHUNK, WIDTH>,
-    std::conditional_t<IMAGE, ImageAcrossK<T, LINES, DEPTH, LOADERS, CHUNK, WIDTH>,
-                       MatrixAcrossK<T, LINES, DEPTH, LOADERS, CHUNK, WIDTH>>>;
+struct Walk {
+    enum { INNER = (ALONG_K ? DEPTH : LINES) / CHUNK, APART = LOADERS / INNER };
+    enum { COUNT = (ALONG_K ? LINES : DEPTH) / APART, PIECES = CHUNK / WIDTH };
+    enum { STEPS = ALONG_K ? PIECES : COUNT, STEP = ALONG_K ? WIDTH : (int)APART };
+    enum { OWN_LINES = ALONG_K ? COUNT : PIECES, NEXT_LINE = ALONG_K ? (int)APART : WIDTH };
+    enum { BY_ROWS = !IMAGE && !ALONG_K }; // k is a matrix's row: one multiplication finds it
+    int inner = threadIdx.x % INNER * CHUNK, outer = threadIdx.x / INNER;
+    int own_k = ALONG_K ? inner : outer, own_line = ALONG_K ? outer : inner; // the first ones
+    Place lines[OWN_LINES];
+    Digits k_digits, next_step, next_tile;
+    __device__ Walk(const Operand<T> &o, int first, int count, int begin) {
+        const Axis &along_k = ALONG_K ? o.column : o.line, &across_k = ALONG_K ? o.line : o.column;
+        k_digits = along_k.digits(begin + own_k);
+        next_step = along_k.digits(STEP);
+        next_tile = along_k.digits(DEPTH - (STEPS - 1) * STEP);
+#pragma unroll
+        for (int i = 0; i < OWN_LINES; i++) {
+            const int line = min(first + own_line + i * NEXT_LINE, count - (ALONG_K ? 1 : WIDTH));
+            lines[i] =
+                BY_ROWS ? Place{line, 0, 0} : o.origin + across_k.place(across_k.digits(line));
+        }
+    }
+    template <class Load>
+    __device__ void each(const Operand<T> &o, int k, int end, const Load &load) {
+        const Axis &along_k = ALONG_K ? o.column : o.line;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const int k_here = k + own_k + step * STEP;
+            const Place place =
+                BY_ROWS ? Place{k_here * along_k.offset_a, 0, 0} : along_k.place(k_digits);
+#pragma unroll
+            for (int i = 0; i < OWN_LINES; i++) {
+                const Place p = lines[i] + place;
+                const bool valid = (!IMAGE || o.inside(p)) && k_here < end;
+                load(ALONG_K ? i : step, ALONG_K ? step : i, o.data + p.offset, valid);
+            }
+            along_k.add(k_digits, step < STEPS - 1 ? next_step : next_tile); // not used BY_ROWS
+        }
+    }
+};
 
 // Where C is stored, and what is done to its elements first (the epilogue).
 template <class O> struct Result {

@@ -469,7 +469,7 @@ bugs=$(cat <<'END'
 1 gather s/(bits\[0\] % (2 \* CROP_PADDING + 1))/(bits[0] % (2 * CROP_PADDING))/
 1 batchnorm2d s/d \* d \* s.count \* share/d * d * t.count * share/
 1 softmax s/value = fmaxf(value/value = fminf(value/
-1 tiled s/inner + piece \* WIDTH < end/inner + piece * WIDTH <= end/
+1 tiled s/o.inside(p)) \&\& k_here < end/o.inside(p)) \&\& k_here <= end/
 2 relu s/o.v\[j\] > 0 ? d.v/o.v[j] >= 0 ? d.v/
 2 dropout s/(16 \* (j % 2))/(16 * (j % 3))/
 2 maxpool2d /maxpool2d_backward_kernel(/,/^}/s/taps.v\[j\] == tap/taps.v[j] >= tap/
@@ -499,8 +499,8 @@ bugs=$(cat <<'END'
 8 softmax s/other == largest \&\& k < best/other == largest \&\& k > best/
 9 copies s/gpu_of(to) < 0 || gpu_of/gpu_of(to) < 0 \&\& gpu_of/
 9 softmax /int most_likely(/,/^}/s/logp\[k\] > largest/logp[k] >= largest/
-9 tiled s/outer + i \* APART < end/outer + i * APART <= end/
-10 tiled s/lines\[piece\]), row < end/lines[piece]), row <= end/
+9 tiled s/own_line + i \* NEXT_LINE, count/own_line + i * STEP, count/
+10 tiled s/along_k.digits(STEP);/along_k.digits(STEP + 1);/
 10 batchnorm2d s/end = min(begin + slice, pixels)/end = min(begin + slice - 1, pixels)/
 11 bf16 s/line \* PITCH + (chunk ^/line * PITCH + (chunk |/
 11 optimizers s/(u.param16, i, u.count, p.v)/(u.param16, i, u.count, g.v)/
@@ -519,7 +519,7 @@ bugs=$(cat <<'END'
 20 bf16 s/v\[piece\] = valid ? \*in_global(from)/v[piece] = valid ? *in_global(from + piece)/
 21 bf16 s/const int row = warp \/ 2 \* Tile::WARP_M/const int row = warp % 2 * Tile::WARP_M/
 22 fp16 s/tile + TILE_A, j, pair)/tile + TILE_A, j, pair ^ 1)/
-23 tiled s/o.column.add(k_digits, piece < PIECES - 1/o.column.add(k_digits, piece < PIECES/
+23 tiled s/along_k.add(k_digits, step < STEPS - 1/along_k.add(k_digits, step < STEPS/
 24 tiled s/split += blockDim.y/split += blockDim.y + 1/
 END
 )
