@@ -2114,32 +2114,23 @@ static Axis taps(int kernel, int c, int direction, int w) {
     return {kernel, c, direction * w * c, direction * c, 1, direction, 0, direction, 0};
 }
 
-template <class T>
-static Operand<T> operand(const void *data, Axis line, Axis column, Place origin, int h, int w) {
-    return {(const T *)data, line, column, origin, h, w};
-}
-
-// The patches of a layer's input under its filter.
-template <class T> static Operand<T> patches(Work w) {
-    const Window s = window_of(w.l);
-    const Place corner = {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding};
-    return operand<T>(w.in, positions(s.oh, s.ow, s.stride, s.h, s.w, s.c),
-                      taps(s.kernel, s.c, 1, s.w), corner, s.h, s.w);
-}
-
-// The patches, or their transpose, times a matrix; both results have the channels out as columns.
+// The patches of a layer's input under its filter, or their transpose, times a matrix; both results
+// have the channels out as columns.
 template <class T, class O>
 static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Work w) {
-    const int columns = (int)w.l->out.c, taps = (int)w.l->weight_count / columns;
-    const int pixels = (int)outputs(w) / columns;
-    const int rows = pass == FORWARD ? pixels : taps, depth = pass == FORWARD ? taps : pixels;
-    return {patches<T>(w),
-            {(const T *)matrix, plain(columns), plain(1)},
-            {(O *)out, plain(columns)},
+    const Window s = window_of(w.l);
+    const Axis pixel = positions(s.oh, s.ow, s.stride, s.h, s.w, s.c);
+    const Axis tap = taps(s.kernel, s.c, 1, s.w);
+    const Place corner = {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding};
+    const int pixels = (int)outputs(w) / s.oc, patch = (int)w.l->weight_count / s.oc; // its size
+    const int rows = pass == FORWARD ? pixels : patch, depth = pass == FORWARD ? patch : pixels;
+    return {{(const T *)w.in, pixel, tap, corner, s.h, s.w},
+            {(const T *)matrix, plain(s.oc), plain(1)},
+            {(O *)out, plain(s.oc)},
             rows,
-            columns,
+            s.oc,
             depth,
-            (unsigned)(rows * columns),
+            (unsigned)(rows * s.oc),
             pass};
 }
 
@@ -2160,8 +2151,8 @@ template <class T> static Product<T, T> data_gradient_product(Work w) {
     const int down = (s.h + s.stride - 1) / s.stride, across = (s.w + s.stride - 1) / s.stride;
     const int tap = s.c * s.oc, taps_met = (s.kernel + s.stride - 1) / s.stride;
     Product<T, T> p = {};
-    p.a = operand<T>(w.dout, positions(down, across, 1, s.oh, s.ow, s.oc), taps(0, s.oc, -1, s.ow),
-                     {}, s.oh, s.ow);
+    const Axis pixel = positions(down, across, 1, s.oh, s.ow, s.oc);
+    p.a = {(const T *)w.dout, pixel, taps(0, s.oc, -1, s.ow), {}, s.oh, s.ow};
     const Axis taps_of_phase = {0, s.oc, s.stride * s.kernel * tap, s.stride * tap, 1};
     p.b = {(const T *)w.weight, plain(s.oc), taps_of_phase};
     p.c = {(T *)w.din, positions(down, across, s.stride, s.h, s.w, s.c), {}, s.h, s.w};
