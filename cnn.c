@@ -1154,6 +1154,16 @@ typedef struct Kernels {
                    size_t n, bool nchw);
 } Kernels;
 
+// For kernels that need no such memory, and no preparation
+static inline size_t no_size(const Layer *l, size_t n) {
+    (void)l, (void)n;
+    return 0;
+}
+
+static inline void prepare_nothing(void *prepared, const Layer *l) {
+    (void)prepared, (void)l;
+}
+
 /* What cnn_kernels.cu provides if nvcc or the emulator has compiled it. In C, the functions are
    declared weak: if no file of the program defines them, they are NULL.
    cuda_kernels()       returns table i of its kernels, the best ones last, and then NULL
@@ -3174,18 +3184,9 @@ static size_t scratch_size_naive(const Layer *l, const Fusion *fused, size_t n) 
     return has_weight_matrix(l) ? l->weight_count : 0;
 }
 
-static size_t no_size(const Layer *l, size_t n) {
-    (void)l, (void)n;
-    return 0;
-}
-
 static size_t no_prepared_size(const Layer *l) {
     (void)l;
     return 0;
-}
-
-static void prepare_nothing(void *prepared, const Layer *l) {
-    (void)prepared, (void)l;
 }
 
 static double flops_of_definition(Work w) {

@@ -1994,10 +1994,6 @@ static size_t moments_size(const Layer *conv, size_t n) {
     return 2 * ceil_div(n * conv->out.h * conv->out.w, CONV_SLICE) * conv->out.c;
 }
 
-static size_t no_moments(const Layer *, size_t) {
-    return 0;
-}
-
 // An upper bound on the size of all splits' sums, for up to these rows and this depth
 static size_t parts_size(size_t rows, size_t columns, size_t depth) {
     return min(ceil_div(depth, LEAST_DEPTH) * rows * columns, (size_t)MOST_TILES * 64 * 64);
@@ -2757,8 +2753,6 @@ static double flops(Work w) {
     return has_weight_matrix(w.l) ? forward * (w.din ? 3 : 2) : 0;
 }
 
-static void prepare_nothing(void *, const Layer *) {}
-
 static Device make_device(void) {
     Device d = {};
     d.is_gpu = true;
@@ -2829,7 +2823,7 @@ static Kernels make_kernels(KernelsChoice choice, Precision precision) {
     k.layers[LOG_SOFTMAX].forward = each<log_softmax_forward_kernel<T>, lanes>;
     k.layers[LOG_SOFTMAX].backward = each<log_softmax_backward_kernel<T>, lanes>;
     k.fuse = choice == NAIVE ? fuse<false> : fuse<true>;
-    k.moments_size = choice == TENSOR ? moments_size : no_moments;
+    k.moments_size = choice == TENSOR ? moments_size : no_size;
     k.scratch_size = scratch_size;
     k.transposed_size = transposed_size;
     k.prepared_bytes = prepared_bytes;

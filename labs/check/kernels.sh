@@ -16,7 +16,6 @@ static double peak_gflops(void) { return 0; }
 enum { PASSES };
 static bool stores_moments(const Layer *, size_t) { return false; }
 static size_t moments_size(const Layer *, size_t) { return 0; }
-static size_t no_moments(const Layer *, size_t) { return 0; }
 struct Tiled;
 template <class T, class KERNELS> static void conv2d_forward(Work w) { (void)w; }
 #define CONV2D_OF(T, KERNELS) T, conv2d_forward_naive, conv2d_backward_naive'
