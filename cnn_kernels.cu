@@ -1241,24 +1241,18 @@ template <class KIND> static void join_slices(Work w, size_t slice) {
 
 // The fewer channels there are, the more of a block's threads have other pixels. How many depends
 // on the channels alone, so that the order of the sums is the same in both layouts.
-template <class T, class KIND, int N> static void sum_slices(Work w, size_t slice) {
-    const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
-    unsigned across = WARP;
-    while (across / 2 * Pack<T>::N >= channels)
-        across /= 2;
-    auto *sum_slices_of = sum_slices_kernel<T, KIND, N>; // a macro's argument has no comma
-    LAUNCH_GRID(sum_slices_of, dim3(ceil_div(channels, across * N), ceil_div(pixels, slice)),
-                dim3(across, THREADS / across), 0, row_of(w), layout_of(w.l->out, w.transposed),
-                slice);
-}
-
 template <class T, class KIND> static void sum_pixels(Work w) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     const size_t slice = max(ceil_div(pixels, SUM_SLICES), (size_t)LEAST_SLICE);
-    if (by_packs<T>(w))
-        sum_slices<T, KIND, Pack<T>::N>(w, slice);
-    else
-        sum_slices<T, KIND, 1>(w, slice);
+    const size_t each = by_packs<T>(w) ? (size_t)Pack<T>::N : 1; // channels of a thread
+    auto *sum_slices =
+        each > 1 ? sum_slices_kernel<T, KIND, Pack<T>::N> : sum_slices_kernel<T, KIND, 1>;
+    unsigned across = WARP;
+    while (across / 2 * Pack<T>::N >= channels)
+        across /= 2;
+    LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, across * each), ceil_div(pixels, slice)),
+                dim3(across, THREADS / across), 0, row_of(w), layout_of(w.l->out, w.transposed),
+                slice);
     join_slices<KIND>(w, slice);
 }
 
