@@ -1095,8 +1095,8 @@ struct Sum {
    dbias = a, dweight = b / sqrt(variance + eps) */
 template <bool NORM> struct Gradients {
     enum { READS_DOUT = true, READS_IN = NORM };
-    real mean, inverse, weight,
-        bias; // of the channel; without a ReLU, weight 0 and bias 1 let all through
+    // of the channel; without a ReLU, weight 0 and bias 1 let all through
+    real mean, inverse, weight, bias;
     real a = 0, b = 0;
     __device__ void begin(const Row &r, unsigned c, real) {
         mean = NORM ? r.stats[BATCH_MEAN * r.s.oc + c] : 0;
@@ -1244,13 +1244,13 @@ template <class KIND> static void join_slices(Work w, size_t slice) {
 template <class T, class KIND> static void sum_pixels(Work w) {
     const size_t channels = w.l->out.c, pixels = outputs(w) / channels;
     const size_t slice = max(ceil_div(pixels, SUM_SLICES), (size_t)LEAST_SLICE);
-    const size_t each = by_packs<T>(w) ? (size_t)Pack<T>::N : 1; // channels of a thread
+    const size_t group = by_packs<T>(w) ? (size_t)Pack<T>::N : 1; // a thread's channels
     auto *sum_slices =
-        each > 1 ? sum_slices_kernel<T, KIND, Pack<T>::N> : sum_slices_kernel<T, KIND, 1>;
+        group > 1 ? sum_slices_kernel<T, KIND, Pack<T>::N> : sum_slices_kernel<T, KIND, 1>;
     unsigned across = WARP;
     while (across / 2 * Pack<T>::N >= channels)
         across /= 2;
-    LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, across * each), ceil_div(pixels, slice)),
+    LAUNCH_GRID(sum_slices, dim3(ceil_div(channels, across * group), ceil_div(pixels, slice)),
                 dim3(across, THREADS / across), 0, row_of(w), layout_of(w.l->out, w.transposed),
                 slice);
     join_slices<KIND>(w, slice);
@@ -1650,12 +1650,12 @@ struct Axis { // offset_a: what a digit a of 1 adds to the address; the others l
     }
 };
 
-/* A or B: the element at (line, column) is data[the sum of both offsets and the origin's], or 0 if
-   the pixel is outside of the image of h x w. A is an image, B a matrix, whose pixel is (0, 0).
-   Neighboring columns are neighbors in memory. */
+/* A or B. A line is a row of A or a column of B; its element k is data[the sum of the offsets of
+   both and of the origin], or 0 if the pixel is outside of the image of h x w. A is an image, B a
+   matrix, whose pixel is (0, 0). */
 template <class T> struct Operand {
     const T *data;
-    Axis line, column;
+    Axis line, k;
     Place origin = {0, 0, 0};
     int h = 1, w = 1;
     __device__ bool inside(Place p) const {
@@ -1680,8 +1680,8 @@ template <class T> static __device__ T *in_global(T *address) {
    A chunk is CHUNK elements that are neighbors in memory; pieces of WIDTH elements are loaded at
    once. Neighboring threads have neighboring chunks. Neighbors lie
 
-     along K (ALONG_K)   of one line           A of forward; A and B of the data gradient
-     across K            of one pixel or row   B of forward; A and B of the weight gradient
+     along K (ALONG_K)   in one line         A of forward; A and B of the data gradient
+     across K            at one k            B of forward; A and B of the weight gradient
 
    `inner` is a thread's first element in the direction of neighbors, in which INNER threads lie
    side by side; `outer` is its first chunk in the other direction, and its chunks are APART there.
@@ -1705,32 +1705,28 @@ struct Walk {
     Place lines[OWN_LINES];
     Digits k_digits, next_step, next_tile;
     __device__ Walk(const Operand<T> &o, int first, int count, int begin) {
-        const Axis &along_k = ALONG_K ? o.column : o.line, &across_k = ALONG_K ? o.line : o.column;
-        k_digits = along_k.digits(begin + own_k);
-        next_step = along_k.digits(STEP);
-        next_tile = along_k.digits(DEPTH - (STEPS - 1) * STEP);
+        k_digits = o.k.digits(begin + own_k);
+        next_step = o.k.digits(STEP);
+        next_tile = o.k.digits(DEPTH - (STEPS - 1) * STEP);
 #pragma unroll
         for (int i = 0; i < OWN_LINES; i++) {
             const int line = min(first + own_line + i * NEXT_LINE, count - (ALONG_K ? 1 : WIDTH));
-            lines[i] =
-                BY_ROWS ? Place{line, 0, 0} : o.origin + across_k.place(across_k.digits(line));
+            lines[i] = BY_ROWS ? Place{line, 0, 0} : o.origin + o.line.place(o.line.digits(line));
         }
     }
     template <class Load>
     __device__ void each(const Operand<T> &o, int k, int end, const Load &load) {
-        const Axis &along_k = ALONG_K ? o.column : o.line;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             const int k_here = k + own_k + step * STEP;
-            const Place place =
-                BY_ROWS ? Place{k_here * along_k.offset_a, 0, 0} : along_k.place(k_digits);
+            const Place place = BY_ROWS ? Place{k_here * o.k.offset_a, 0, 0} : o.k.place(k_digits);
 #pragma unroll
             for (int i = 0; i < OWN_LINES; i++) {
                 const Place p = lines[i] + place;
                 const bool valid = (!IMAGE || o.inside(p)) && k_here < end;
                 load(ALONG_K ? i : step, ALONG_K ? step : i, o.data + p.offset, valid);
             }
-            along_k.add(k_digits, step < STEPS - 1 ? next_step : next_tile); // not used BY_ROWS
+            o.k.add(k_digits, step < STEPS - 1 ? next_step : next_tile); // not used BY_ROWS
         }
     }
 };
@@ -1797,8 +1793,8 @@ struct Phases {
         int taps_down = max(kernel - ry + stride - 1, 0) / stride;
         int taps_across = max(kernel - rx + stride - 1, 0) / stride;
         dout.origin = {(top * dout.w + left) * channels_out, top, left};
-        dout.column.size_b = weight.column.size_b = max(taps_across, 1);
-        weight.column.size_c = dout.column.size_c; // the same number: its digits are kept once
+        dout.k.size_b = weight.k.size_b = max(taps_across, 1);
+        weight.k.size_c = dout.k.size_c; // the same number: its digits are kept once
         weight.origin.offset = (ry * kernel + rx) * channels_in * channels_out;
         din.origin = {(py * din.w + px) * channels_in, py, px};
         return taps_down * taps_across * channels_out;
@@ -2109,13 +2105,14 @@ static Axis taps(int kernel, int c, int direction, int w) {
 template <class T, class O>
 static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Work w) {
     const Window s = window_of(w.l);
+    const bool forward = pass == FORWARD;
     const Axis pixel = positions(s.oh, s.ow, s.stride, s.h, s.w, s.c);
     const Axis tap = taps(s.kernel, s.c, 1, s.w);
     const Place corner = {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding};
     const int pixels = (int)outputs(w) / s.oc, patch = (int)w.l->weight_count / s.oc; // its size
-    const int rows = pass == FORWARD ? pixels : patch, depth = pass == FORWARD ? patch : pixels;
-    return {{(const T *)w.in, pixel, tap, corner, s.h, s.w},
-            {(const T *)matrix, plain(s.oc), plain(1)},
+    const int rows = forward ? pixels : patch, depth = forward ? patch : pixels;
+    return {{(const T *)w.in, forward ? pixel : tap, forward ? tap : pixel, corner, s.h, s.w},
+            {(const T *)matrix, plain(1), plain(s.oc)},
             {(O *)out, plain(s.oc)},
             rows,
             s.oc,

@@ -500,7 +500,7 @@ bugs=$(cat <<'END'
 9 copies s/gpu_of(to) < 0 || gpu_of/gpu_of(to) < 0 \&\& gpu_of/
 9 softmax /int most_likely(/,/^}/s/logp\[k\] > largest/logp[k] >= largest/
 9 tiled s/own_line + i \* NEXT_LINE, count/own_line + i * STEP, count/
-10 tiled s/along_k.digits(STEP);/along_k.digits(STEP + 1);/
+10 tiled s/o.k.digits(STEP);/o.k.digits(STEP + 1);/
 10 batchnorm2d s/end = min(begin + slice, pixels)/end = min(begin + slice - 1, pixels)/
 11 bf16 s/line \* PITCH + (chunk ^/line * PITCH + (chunk |/
 11 optimizers s/(u.param16, i, u.count, p.v)/(u.param16, i, u.count, g.v)/
@@ -519,7 +519,7 @@ bugs=$(cat <<'END'
 20 bf16 s/v\[piece\] = valid ? \*in_global(from)/v[piece] = valid ? *in_global(from + piece)/
 21 bf16 s/const int row = warp \/ 2 \* Tile::WARP_M/const int row = warp % 2 * Tile::WARP_M/
 22 fp16 s/tile + TILE_A, j, pair)/tile + TILE_A, j, pair ^ 1)/
-23 tiled s/along_k.add(k_digits, step < STEPS - 1/along_k.add(k_digits, step < STEPS/
+23 tiled s/o.k.add(k_digits, step < STEPS - 1/o.k.add(k_digits, step < STEPS/
 24 tiled s/split += blockDim.y/split += blockDim.y + 1/
 END
 )

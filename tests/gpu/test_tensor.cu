@@ -74,7 +74,7 @@ static size_t wrong_fragments(int k_end) {
                 element_of<T>(1 + line * DEPTH + k);
     T *matrix = to_device(host, LINES * DEPTH);
     uint32_t *on_device = to_device(found, COUNT);
-    Operand<T> o = {matrix, plain(ALONG_K ? DEPTH : LINES), plain(1)};
+    Operand<T> o = {matrix, plain(ALONG_K ? DEPTH : 1), plain(ALONG_K ? 1 : LINES)};
     fragments_kernel<T, LINES, ALONG_K, IS_A, WIDTH>
         <<<1, FRAGMENT_THREADS, LINES * 128, stream()>>>(o, on_device, k_end);
     CHECK_LAUNCH();
