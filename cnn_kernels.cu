@@ -570,13 +570,9 @@ struct Row : Work {
 
 static Row row_of(Work w) {
     const Layer *l = w.l;
-    return {w,
-            window_of(l),
-            (unsigned)inputs(w),
-            (unsigned)outputs(w),
-            w.fused.relu || l->kind == RELU,
-            w.fused.relu_backward && !w.residual, // else a separate kernel has done it
-            l->p};
+    const bool relu = w.fused.relu || l->kind == RELU;
+    const bool relu_backward = w.fused.relu_backward && !w.residual; // else another kernel did it
+    return {w, window_of(l), (unsigned)inputs(w), (unsigned)outputs(w), relu, relu_backward, l->p};
 }
 
 // Queues a row's kernel with COUNT(w) threads. The layouts are separate arguments, since nvcc does
@@ -2108,17 +2104,14 @@ static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Wor
     const bool forward = pass == FORWARD;
     const Axis pixel = positions(s.oh, s.ow, s.stride, s.h, s.w, s.c);
     const Axis tap = taps(s.kernel, s.c, 1, s.w);
+    const Axis line = forward ? pixel : tap, k = forward ? tap : pixel;
     const Place corner = {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding};
     const int pixels = (int)outputs(w) / s.oc, patch = (int)w.l->weight_count / s.oc; // its size
     const int rows = forward ? pixels : patch, depth = forward ? patch : pixels;
-    return {{(const T *)w.in, forward ? pixel : tap, forward ? tap : pixel, corner, s.h, s.w},
-            {(const T *)matrix, plain(1), plain(s.oc)},
-            {(O *)out, plain(s.oc)},
-            rows,
-            s.oc,
-            depth,
-            (unsigned)(rows * s.oc),
-            pass};
+    const Operand<T> a = {(const T *)w.in, line, k, corner, s.h, s.w};
+    const Operand<T> b = {(const T *)matrix, plain(1), plain(s.oc)};
+    const Result<O> c = {(O *)out, plain(s.oc)};
+    return {a, b, c, rows, s.oc, depth, (unsigned)(rows * s.oc), pass};
 }
 
 template <class T> static Product<T, T> forward_product(Work w) {
