@@ -763,7 +763,7 @@ static __global__ void maxpool2d_backward_kernel(Row r, Layout of_in, Layout of_
 
 /* The same where windows neither overlap nor reach beyond the image. A thread has N channels of an
    output pixel, and writes the input pixels from its window to the next one, or to the edge of the
-   image.   Traffic: (stride^2 + 1) N elements, N bytes */
+   image.   Traffic: the same */
 template <class T, int N>
 static __global__ void maxpool2d_backward_apart_kernel(Row r, Layout of_in, Layout of_out) {
     const unsigned i = N * element();
@@ -2106,8 +2106,8 @@ static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Wor
     const Axis tap = taps(s.kernel, s.c, 1, s.w);
     const Axis line = forward ? pixel : tap, k = forward ? tap : pixel;
     const Place corner = {-s.padding * (s.w + 1) * s.c, -s.padding, -s.padding};
-    const int pixels = (int)outputs(w) / s.oc, patch = (int)w.l->weight_count / s.oc; // its size
-    const int rows = forward ? pixels : patch, depth = forward ? patch : pixels;
+    const int pixels = (int)outputs(w) / s.oc, patch_size = (int)w.l->weight_count / s.oc;
+    const int rows = forward ? pixels : patch_size, depth = forward ? patch_size : pixels;
     const Operand<T> a = {(const T *)w.in, line, k, corner, s.h, s.w};
     const Operand<T> b = {(const T *)matrix, plain(1), plain(s.oc)};
     const Result<O> c = {(O *)out, plain(s.oc)};
