@@ -1798,6 +1798,9 @@ struct Phases {
 };
 
 enum Pass { FORWARD, DATA_GRADIENT, WEIGHT_GRADIENT, PASSES };
+// Whether neighbors in memory are neighbors along K
+template <Pass PASS> static constexpr bool A_ALONG_K = PASS != WEIGHT_GRADIENT;
+template <Pass PASS> static constexpr bool B_ALONG_K = PASS == DATA_GRADIENT;
 
 // C = A * B, as the table at the head of this section has it for each pass.
 template <class T, class O> struct Product {
@@ -1805,7 +1808,6 @@ template <class T, class O> struct Product {
     Result<O> c;
     int rows, columns, depth; // of each phase; the depth of the deepest
     unsigned elements;        // of C, of all phases together
-    Pass pass;
     Phases phases = {};
     int splits = 1;
     real *parts = NULL;   // with several splits their sums, `elements` for each
@@ -1820,10 +1822,10 @@ struct Job {
 /* This block's job, and the operands of its phase. x of the grid counts the tiles; tiles of the
    same rows are next to each other, so that they read A at the same time. z counts the splits,
    whose depths are multiples of `step`, and the phases. */
-template <class Tile, bool PHASED, class T, class O>
+template <class Tile, Pass PASS, class T, class O>
 static __device__ Job job_of_block(Product<T, O> &p, int step) {
     int split = blockIdx.z;
-    if (PHASED) {
+    if (PASS == DATA_GRADIENT) {
         const int count = p.phases.stride * p.phases.stride;
         p.depth = p.phases.enter(split % count, p.a, p.b, p.c);
         split /= count;
@@ -1878,14 +1880,14 @@ template <int LINES, int LOADERS, bool IMAGE, bool ALONG_K, int WIDTH> struct Ti
    61 % where WIDTH is 1).
    Grid: tiles x 1 x splits * phases.   Shared memory: 8 (T::M + T::N + 8) TILE_K bytes.
    Traffic: 4 K (M N / T::N + M N / T::M) + 4 M N bytes, most of it served by the L2 cache */
-template <class T, bool A_ALONG_K, bool B_ALONG_K, int WIDTH>
+template <class T, Pass PASS, int WIDTH>
 static __global__ void __launch_bounds__(T::TILE_THREADS, T::BLOCKS)
     gemm_kernel(Product<real, real> p) {
-    using LoaderA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K, WIDTH>;
-    using LoaderB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K, WIDTH>;
+    using LoaderA = TileLoader<T::M, T::TILE_THREADS, true, A_ALONG_K<PASS>, WIDTH>;
+    using LoaderB = TileLoader<T::N, T::TILE_THREADS, false, B_ALONG_K<PASS>, WIDTH>;
     enum { SIZE_A = TILE_K * LoaderA::PITCH, SIZE_B = TILE_K * LoaderB::PITCH };
     __shared__ __align__(16) real tiles[2][SIZE_A + SIZE_B]; // read as float4
-    const Job job = job_of_block<T, B_ALONG_K>(p, TILE_K);
+    const Job job = job_of_block<T, PASS>(p, TILE_K);
     LoaderA of_a(p.a, job.row, p.rows, job.begin);
     LoaderB of_b(p.b, job.column, p.columns, job.begin);
     enum { APART_M = T::M * 4 / T::ROWS, APART_N = T::N * 4 / T::COLUMNS }; // of a thread's groups
@@ -2015,7 +2017,7 @@ static void launch_gemm(const Variant<T, O> &v, const Product<T, O> &p) {
 }
 
 // # EXTRA  --autotune on: the variant with the least mean time of 3 launches, after one to load it.
-template <class T, class O>
+template <Pass PASS, class T, class O>
 static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
                       const Product<T, O> &p, const char *layer) {
     static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
@@ -2033,7 +2035,7 @@ static size_t fastest(const Variant<T, O> (&variants)[VARIANTS], size_t usual,
         best = seconds[i] < seconds[best] ? i : best;
     if (variants[best].kernel != variants[usual].kernel && replica == 0)
         printf("Autotune: %s, %s: tiles of %zu x %zu, %.1f us; of %zu x %zu, %.1f us\n", layer,
-               passes[p.pass], variants[best].m, variants[best].n, 1e6 * seconds[best],
+               passes[PASS], variants[best].m, variants[best].n, 1e6 * seconds[best],
                variants[usual].m, variants[usual].n, 1e6 * seconds[usual]);
     return best;
 }
@@ -2066,16 +2068,16 @@ static size_t quickest(const Variant<T, O> (&variants)[VARIANTS], const Product<
 /* Queues the product with one of the variants: the first is for operands that cannot be read by
    chunks; of the others, the one expected, or measured, to be the fastest. A result that is
    accumulated cannot be computed repeatedly, to measure. */
-template <class T, class O>
+template <Pass PASS, class T, class O>
 static void gemm(const Variant<T, O> (&variants)[VARIANTS], Product<T, O> p, Work w) {
     const bool by_chunks = (w.l->in.c | w.l->out.c) % Chunk<T>::COUNT == 0;
     p.splits = splits_of(p.rows, p.columns, p.phases.stride * p.phases.stride, p.depth);
     p.parts = w.scratch;
     size_t chosen = by_chunks ? quickest(variants, p, multiprocessors) : 0;
     if (w.autotune && chosen) {
-        uint8_t *best = (uint8_t *)w.prepared + p.pass; // 0: not measured
+        uint8_t *best = (uint8_t *)w.prepared + PASS; // 0: not measured
         if (*best == 0 && !p.c.accumulate)
-            *best = (uint8_t)fastest(variants, chosen, p, w.l->name);
+            *best = (uint8_t)fastest<PASS>(variants, chosen, p, w.l->name);
         chosen = *best ? *best : chosen;
     }
     launch_gemm(variants[chosen], p);
@@ -2099,9 +2101,8 @@ static Axis taps(int kernel, int c, int direction, int w) {
 // The patches of a layer's input under its filter, or their transpose, times a matrix; both results
 // have the channels out as columns.
 template <class T, class O>
-static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Work w) {
+static Product<T, O> patches_times(const void *matrix, void *out, bool forward, Work w) {
     const Window s = window_of(w.l);
-    const bool forward = pass == FORWARD;
     const Axis pixel = positions(s.oh, s.ow, s.stride, s.h, s.w, s.c);
     const Axis tap = taps(s.kernel, s.c, 1, s.w);
     const Axis line = forward ? pixel : tap, k = forward ? tap : pixel;
@@ -2111,11 +2112,11 @@ static Product<T, O> patches_times(const void *matrix, void *out, Pass pass, Wor
     const Operand<T> a = {(const T *)w.in, line, k, corner, s.h, s.w};
     const Operand<T> b = {(const T *)matrix, plain(1), plain(s.oc)};
     const Result<O> c = {(O *)out, plain(s.oc)};
-    return {a, b, c, rows, s.oc, depth, (unsigned)(rows * s.oc), pass};
+    return {a, b, c, rows, s.oc, depth, (unsigned)(rows * s.oc)};
 }
 
 template <class T> static Product<T, T> forward_product(Work w) {
-    Product<T, T> p = patches_times<T, T>(w.weight, w.out, FORWARD, w);
+    Product<T, T> p = patches_times<T, T>(w.weight, w.out, true, w);
     p.c.bias = w.bias;
     p.c.relu = w.fused.relu;
     p.moments = w.fused.moments_partner && w.key && stores_moments(w.l, w.n) ? w.moments : NULL;
@@ -2123,7 +2124,7 @@ template <class T> static Product<T, T> forward_product(Work w) {
 }
 
 template <class T> static Product<T, real> weight_gradient_product(Work w) {
-    return patches_times<T, real>(w.dout, w.dweight, WEIGHT_GRADIENT, w);
+    return patches_times<T, real>(w.dout, w.dweight, false, w);
 }
 
 template <class T> static Product<T, T> data_gradient_product(Work w) {
@@ -2141,33 +2142,31 @@ template <class T> static Product<T, T> data_gradient_product(Work w) {
     p.columns = s.c;
     p.depth = taps_met * taps_met * s.oc;
     p.elements = (unsigned)inputs(w);
-    p.pass = DATA_GRADIENT;
     p.phases = {s.stride, s.kernel, s.padding, s.c, s.oc};
     return p;
 }
 
 struct Tiled {
-    template <bool A_ALONG_K, bool B_ALONG_K>
-    static void run(const Product<real, real> &p, Work w) {
+    template <Pass PASS> static void run(const Product<real, real> &p, Work w) {
         static const Variant<real, real> variants[VARIANTS] = {
-            variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 1>),
-            variant_of<SmallTile>(gemm_kernel<SmallTile, A_ALONG_K, B_ALONG_K, 4>),
-            variant_of<NarrowTile>(gemm_kernel<NarrowTile, A_ALONG_K, B_ALONG_K, 4>),
-            variant_of<LargeTile>(gemm_kernel<LargeTile, A_ALONG_K, B_ALONG_K, 4>)};
-        gemm(variants, p, w);
+            variant_of<SmallTile>(gemm_kernel<SmallTile, PASS, 1>),
+            variant_of<SmallTile>(gemm_kernel<SmallTile, PASS, 4>),
+            variant_of<NarrowTile>(gemm_kernel<NarrowTile, PASS, 4>),
+            variant_of<LargeTile>(gemm_kernel<LargeTile, PASS, 4>)};
+        gemm<PASS>(variants, p, w);
     }
 };
 
 template <class T, class KERNELS> static void conv2d_forward(Work w) {
-    KERNELS::template run<true, false>(forward_product<T>(w), w);
+    KERNELS::template run<FORWARD>(forward_product<T>(w), w);
 }
 
 template <class T, class KERNELS> static void conv2d_backward(Work w) {
     if (w.l->bias_count)
         sum_pixels<T, Gradients<false>>(w);
-    KERNELS::template run<false, false>(weight_gradient_product<T>(w), w);
+    KERNELS::template run<WEIGHT_GRADIENT>(weight_gradient_product<T>(w), w);
     if (w.din)
-        KERNELS::template run<true, true>(data_gradient_product<T>(w), w);
+        KERNELS::template run<DATA_GRADIENT>(data_gradient_product<T>(w), w);
 }
 
 // Multiply-adds in registers: 8 independent sums per thread, 16 FLOP in each of `steps` iterations.
@@ -2524,7 +2523,7 @@ static __device__ void store_moments(real *partial, const real *sums, const Job 
    the large tile, 16 bits, 24 to 30 % of the instructions are mma.
    Grid: tiles x 1 x splits * phases, of TILE_THREADS.   Shared memory: 384 (Tile::M + Tile::N)
    bytes.   Traffic: K (M N / Tile::N + M N / Tile::M) + M N elements, mostly from the L2 cache */
-template <class Tile, bool A_ALONG_K, bool B_ALONG_K, int WIDTH, class T, class O>
+template <class Tile, Pass PASS, int WIDTH, class T, class O>
 static __global__ void __launch_bounds__(Tile::TILE_THREADS, WIDTH == 1 ? 3 : Tile::BLOCKS)
     tensor_kernel(Product<T, O> p) {
     constexpr bool on_sm_75 =
@@ -2534,15 +2533,15 @@ static __global__ void __launch_bounds__(Tile::TILE_THREADS, WIDTH == 1 ? 3 : Ti
     extern __shared__ __align__(128) float4 tiles[];
     enum { DEPTH = DEPTH_CHUNKS * Chunk<T>::COUNT, TILE_A = Tile::M * DEPTH_CHUNKS };
     enum { FRAGMENTS_M = Tile::WARP_M / 16, FRAGMENTS_N = Tile::WARP_N / 16 };
-    const Job job = job_of_block<Tile, B_ALONG_K>(p, DEPTH);
-    using LoaderA = TensorLoader<T, Tile::M, Tile::TILE_THREADS, true, A_ALONG_K, WIDTH>;
-    using LoaderB = TensorLoader<T, Tile::N, Tile::TILE_THREADS, false, B_ALONG_K, WIDTH>;
+    const Job job = job_of_block<Tile, PASS>(p, DEPTH);
+    using LoaderA = TensorLoader<T, Tile::M, Tile::TILE_THREADS, true, A_ALONG_K<PASS>, WIDTH>;
+    using LoaderB = TensorLoader<T, Tile::N, Tile::TILE_THREADS, false, B_ALONG_K<PASS>, WIDTH>;
     LoaderA of_a(p.a, job.row, p.rows, job.begin);
     LoaderB of_b(p.b, job.column, p.columns, job.begin);
     const int warp = threadIdx.x / WARP;
     const int row = warp / 2 * Tile::WARP_M, column = warp % 2 * Tile::WARP_N;
-    Fragments<T, Tile::M, A_ALONG_K, true> fragments_a(row);
-    Fragments<T, Tile::N, B_ALONG_K, false> fragments_b(column);
+    Fragments<T, Tile::M, A_ALONG_K<PASS>, true> fragments_a(row);
+    Fragments<T, Tile::N, B_ALONG_K<PASS>, false> fragments_b(column);
     real sums[FRAGMENTS_M][2 * FRAGMENTS_N][4] = {};
     int next = job.begin; // k of the next tile to be loaded
     const auto load_next = [&](int stage) {
@@ -2592,7 +2591,7 @@ static __global__ void __launch_bounds__(Tile::TILE_THREADS, WIDTH == 1 ? 3 : Ti
     real *staged = (real *)tiles;
     __syncthreads(); // the last tile has been read
     store_sums<Tile>(staged + row * Tile::PITCH + column, sums);
-    if (A_ALONG_K && !B_ALONG_K && p.moments)
+    if (PASS == FORWARD && p.moments)
         store_moments<Tile, O>(p.moments, staged, job, p.rows, p.columns);
     if (p.splits > 1)
         store_tile<Tile, WIDTH>(part_of(p, job.split), staged, job, p.rows, p.columns);
@@ -2605,24 +2604,20 @@ static __global__ void __launch_bounds__(Tile::TILE_THREADS, WIDTH == 1 ? 3 : Ti
 enum { SHALLOW = 768 };
 
 struct Tensor {
-    template <bool A_ALONG_K, bool B_ALONG_K, class T, class O>
-    static void run(const Product<T, O> &p, Work w) {
+    template <class Tile, Pass PASS, int WIDTH, class T, class O> static Variant<T, O> variant() {
+        return variant_of<Tile>(tensor_kernel<Tile, PASS, WIDTH, T, O>);
+    }
+    template <Pass PASS, class T, class O> static void run(const Product<T, O> &p, Work w) {
         enum { WIDTH = Chunk<T>::COUNT };
         enum Table { DEEP_TABLE, SHALLOW_TABLE, SM_75_TABLE, TABLES };
-        typedef SmallTensorTile Small;
-        typedef NarrowTensorTile Narrow;
-        typedef LargeTensorTile Large;
-        typedef ShallowTensorTile Shallow;
-        static const Variant<T, O>
-            single = variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, 1, T, O>),
-            small = variant_of<Small>(tensor_kernel<Small, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
-            narrow = variant_of<Narrow>(tensor_kernel<Narrow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
-            large = variant_of<Large>(tensor_kernel<Large, A_ALONG_K, B_ALONG_K, WIDTH, T, O>),
-            shallow =
-                variant_of<Shallow>(tensor_kernel<Shallow, A_ALONG_K, B_ALONG_K, WIDTH, T, O>);
-        static const Variant<T, O> tables[TABLES][VARIANTS] = {{single, small, narrow, large},
-                                                               {single, small, narrow, shallow},
-                                                               {single, small, small, small}};
+        const auto single = variant<SmallTensorTile, PASS, 1, T, O>();
+        const auto small = variant<SmallTensorTile, PASS, WIDTH, T, O>();
+        const auto narrow = variant<NarrowTensorTile, PASS, WIDTH, T, O>();
+        const auto large = variant<LargeTensorTile, PASS, WIDTH, T, O>();
+        const auto shallow = variant<ShallowTensorTile, PASS, WIDTH, T, O>();
+        const Variant<T, O> tables[TABLES][VARIANTS] = {{single, small, narrow, large},
+                                                        {single, small, narrow, shallow},
+                                                        {single, small, small, small}};
         static thread_local bool allowed[MAX_REPLICAS][TABLES]; // by device
         const Table by_depth = p.depth > SHALLOW ? DEEP_TABLE : SHALLOW_TABLE;
         const Table table = architecture >= TENSOR_SM ? by_depth : SM_75_TABLE;
@@ -2631,7 +2626,7 @@ struct Tensor {
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        (int)tables[table][i].bytes));
         allowed[device][table] = true;
-        gemm(tables[table], p, w);
+        gemm<PASS>(tables[table], p, w);
     }
 };
 /* LAB 10.0 END */

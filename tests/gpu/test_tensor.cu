@@ -265,21 +265,20 @@ static const char *reason_of(double waves, bool by_chunks) {
     return by_chunks ? "the other tiles take longer" : "no other tile reads single elements";
 }
 
-static void print_late(const Judge &judge, const Layer &l, const Variant<real, real> &v,
-                       const Product<real, real> &p, size_t processors, double waves,
-                       bool by_chunks) {
-    static const char *const passes[] = {"forward", "data gradient", "weight gradient"};
+static void print_late(const Judge &judge, const Layer &l, const char *pass,
+                       const Variant<real, real> &v, const Product<real, real> &p,
+                       size_t processors, double waves, bool by_chunks) {
     printf("%s %zu, %zu x %zu x %zu to %zu, filter %zu, stride %zu, %s: C %d x %d, K %d, %zu "
            "blocks of %zu x %zu on %zu multiprocessors, %.2f waves: %.2f; %s\n",
            judge.network.name, judge.network.images, l.in.h, l.in.w, l.in.c, l.out.c, l.kernel_size,
-           l.stride, passes[p.pass], p.rows, p.columns, p.depth, blocks_of(v, p), v.m, v.n,
-           processors, waves, ceil(waves) / waves, reason_of(waves, by_chunks));
+           l.stride, pass, p.rows, p.columns, p.depth, blocks_of(v, p), v.m, v.n, processors, waves,
+           ceil(waves) / waves, reason_of(waves, by_chunks));
 }
 
 // The product in the kernels' tiles; CHUNK: so many channels are read at once, if they are a
 // multiple of it
 template <int KIND, int CHUNK, class Large, class Narrow, class Small>
-static void judge_product(Judge &judge, const Layer &l, Product<real, real> p) {
+static void judge_product(Judge &judge, const Layer &l, const char *pass, Product<real, real> p) {
     static const Variant<real, real> variants[VARIANTS] = {
         variant_of<Small, real, real>(nullptr), variant_of<Small, real, real>(nullptr),
         variant_of<Narrow, real, real>(nullptr), variant_of<Large, real, real>(nullptr)};
@@ -300,7 +299,7 @@ static void judge_product(Judge &judge, const Layer &l, Product<real, real> p) {
         shares.late += late ? multiply_adds : 0;
         shares.wasteful += needed < .7 * ceil(waves) * processors ? multiply_adds : 0;
         if (late && judge.prints)
-            print_late(judge, l, v, p, processors, waves, by_chunks);
+            print_late(judge, l, pass, v, p, processors, waves, by_chunks);
     }
 }
 
@@ -318,13 +317,15 @@ static void judge_layer(Judge &judge, size_t side, size_t in, size_t out, size_t
     Work w = {};
     w.l = &l;
     w.n = judge.network.images;
+    static const char *const passes[] = {"forward", "weight gradient", "data gradient"};
     const Product<real, real> products[] = {
         forward_product<real>(w), weight_gradient_product<real>(w), data_gradient_product<real>(w)};
     const size_t count = in > 3 ? 3 : 2; // the gradient of the images is not computed
     for (size_t i = 0; i < count; i++) {
-        judge_product<OF_TILED, 4, LargeTile, NarrowTile, SmallTile>(judge, l, products[i]);
+        judge_product<OF_TILED, 4, LargeTile, NarrowTile, SmallTile>(judge, l, passes[i],
+                                                                     products[i]);
         judge_product<OF_TENSOR, 8, LargeTensorTile, NarrowTensorTile, SmallTensorTile>(
-            judge, l, products[i]);
+            judge, l, passes[i], products[i]);
     }
 }
 
