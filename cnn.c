@@ -63,6 +63,7 @@
    only this section and the first half of section 3. */
 
 #define _GNU_SOURCE 1 // for sched_getaffinity(); g++ predefines it
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -259,7 +260,6 @@ static inline HOST_DEVICE real uniform(uint32_t bits) {
 #include <errno.h>
 #include <fcntl.h>
 #include <libgen.h>
-#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -923,6 +923,30 @@ static inline HOST_DEVICE Neighbors neighbors_of(size_t i, size_t factor, size_t
 // Returns the weight of the row `first` if `which` is 0, or of the row after it if `which` is 1.
 static inline HOST_DEVICE float neighbor_share(Neighbors n, size_t which) {
     return which == 0 ? 1 - n.share : n.share;
+}
+
+static inline HOST_DEVICE bool is_in_image(Shape s, int y, int x) {
+    return y >= 0 && x >= 0 && y < (int)s.h && x < (int)s.w;
+}
+
+// Returns a byte of an image. Pixels outside the image are black.
+static inline HOST_DEVICE int byte_at(const uint8_t *image, Shape s, int y, int x, size_t c) {
+    return is_in_image(s, y, x) ? image[((size_t)y * s.w + (size_t)x) * s.c + c] : 0;
+}
+
+// Returns a byte between the pixels of an image. fmaf() leaves no compiler the choice of whether to
+// fuse a multiply-add, so CPU and GPU return the same byte.
+static inline HOST_DEVICE int interpolated_byte(const uint8_t *image, Shape s, float y, float x,
+                                                size_t c) {
+    const float down = y - floorf(y), right = x - floorf(x);
+    const int top = (int)floorf(y), left = (int)floorf(x);
+    const float top_left = (float)byte_at(image, s, top, left, c);
+    const float top_right = (float)byte_at(image, s, top, left + 1, c);
+    const float bottom_left = (float)byte_at(image, s, top + 1, left, c);
+    const float bottom_right = (float)byte_at(image, s, top + 1, left + 1, c);
+    const float above = fmaf(right, top_right, (1 - right) * top_left);
+    const float below = fmaf(right, bottom_right, (1 - right) * bottom_left);
+    return (int)fmaf(down, below, fmaf(1 - down, above, .5f)); // the cast truncates
 }
 
 typedef struct Dataset Dataset;
@@ -3677,33 +3701,19 @@ static void free_dataset(Dataset *data) {
    epoch, position in the epoch), so any worker makes the same variant. */
 typedef void Augment(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key);
 
-static bool is_in_image(Shape s, ptrdiff_t y, ptrdiff_t x) {
-    const bool row_inside = y >= 0 && y < (ptrdiff_t)s.h;
-    const bool column_inside = x >= 0 && x < (ptrdiff_t)s.w;
-    return row_inside && column_inside;
-}
-
-// Returns a byte of an image. Pixels outside the image are black.
-static uint8_t byte_at(const uint8_t *image, Shape s, ptrdiff_t y, ptrdiff_t x, size_t c) {
-    if (!is_in_image(s, y, x))
-        return 0;
-    return image[((size_t)y * s.w + (size_t)x) * s.c + c];
-}
-
 // RandomCrop(size, padding = 4), then RandomHorizontalFlip(0.5)
 static void augment_crop_flip(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     uint32_t r[4];
     philox4x32(r, 0, (uint32_t)key->first, (uint32_t)key->epoch, DRAW_AUGMENT, key->seed);
-    const ptrdiff_t top = (ptrdiff_t)(r[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
-    const ptrdiff_t left = (ptrdiff_t)(r[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+    const int top = (int)(r[0] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
+    const int left = (int)(r[1] % (2 * CROP_PADDING + 1)) - CROP_PADDING;
     const bool flip = r[2] & 1;
     for (size_t y = 0; y < s.h; y++)
         for (size_t x = 0; x < s.w; x++) {
-            const ptrdiff_t row = top + (ptrdiff_t)y;
             const size_t mirrored = flip ? s.w - 1 - x : x;
-            const ptrdiff_t column = left + (ptrdiff_t)mirrored;
+            const int row = top + (int)y, column = left + (int)mirrored;
             for (size_t c = 0; c < s.c; c++)
-                out[(y * s.w + x) * s.c + c] = byte_at(in, s, row, column, c);
+                out[(y * s.w + x) * s.c + c] = (uint8_t)byte_at(in, s, row, column, c);
         }
 }
 
@@ -3724,7 +3734,7 @@ static void blur(float *to, const float *from, Shape s, ptrdiff_t dy, ptrdiff_t 
             float sum = 0;
             for (int d = -ELASTIC_REACH; d <= ELASTIC_REACH; d++) {
                 const ptrdiff_t row = (ptrdiff_t)y + d * dy, column = (ptrdiff_t)x + d * dx;
-                if (is_in_image(s, row, column))
+                if (is_in_image(s, (int)row, (int)column))
                     sum = fmaf(weights[abs(d)], from[row * (ptrdiff_t)s.w + column], sum);
             }
             to[y * s.w + x] = sum;
@@ -3749,27 +3759,16 @@ static void draw_field(float *field, Shape s, uint32_t first_counter, const Rand
 
 /* Elastic distortion (Simard, Steinkraus, Platt, "Best practices for convolutional neural
    networks", ICDAR 2003): moves each pixel by a random field, blurred with sigma = 4 and scaled by
-   alpha = 34 pixels, with bilinear interpolation. fmaf() leaves no compiler the choice of whether
-   to fuse a multiply-add, so CPU and GPU produce the same bytes. */
+   alpha = 34 pixels, with bilinear interpolation. */
 static void augment_elastic(uint8_t *out, const uint8_t *in, Shape s, const RandomKey *key) {
     size_t pixels = s.h * s.w;
     float field[2][pixels]; // displacements in y and in x
     draw_field(field[0], s, 1, key);
     draw_field(field[1], s, (uint32_t)(1 + pixels), key);
     for (size_t i = 0; i < pixels; i++) {
-        float y = (float)(i / s.w) + field[0][i], x = (float)(i % s.w) + field[1][i];
-        float down = y - floorf(y), right = x - floorf(x);
-        const ptrdiff_t top = (ptrdiff_t)floorf(y), left = (ptrdiff_t)floorf(x);
-        for (size_t c = 0; c < s.c; c++) {
-            const float top_left = byte_at(in, s, top, left, c);
-            const float top_right = byte_at(in, s, top, left + 1, c);
-            const float bottom_left = byte_at(in, s, top + 1, left, c);
-            const float bottom_right = byte_at(in, s, top + 1, left + 1, c);
-            const float above = fmaf(right, top_right, (1 - right) * top_left);
-            const float below = fmaf(right, bottom_right, (1 - right) * bottom_left);
-            const float above_plus_half = fmaf(1 - down, above, .5f); // the cast truncates
-            out[i * s.c + c] = (uint8_t)fmaf(down, below, above_plus_half);
-        }
+        const float y = (float)(i / s.w) + field[0][i], x = (float)(i % s.w) + field[1][i];
+        for (size_t c = 0; c < s.c; c++)
+            out[i * s.c + c] = (uint8_t)interpolated_byte(in, s, y, x, c);
     }
 }
 

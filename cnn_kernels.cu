@@ -42,7 +42,6 @@
 #define PLATFORM "CUDA"
 #define REBUILD "make CUDA_ARCH=native, on this machine"
 #endif
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -929,12 +928,6 @@ static void adjust_scale(LossScale *scale) {
 /* ---- The loader's work, where the data set is resident on the device: look the batch's images up
    in the epoch's permutation, augment and normalize them. */
 
-// Returns a byte of an image; black outside of it.
-static __device__ real byte_at(const uint8_t *image, Shape s, int y, int x, int c) {
-    bool inside = y >= 0 && x >= 0 && y < (int)s.h && x < (int)s.w;
-    return inside ? image[(y * s.w + x) * s.c + c] : 0;
-}
-
 // fields = the displacements of all pixels, down and right, as draw_field() of cnn.c draws them,
 // but not yet blurred. One thread draws the four numbers of a Philox block.
 static __device__ void draw_fields(real *fields, int pixels, size_t position,
@@ -964,17 +957,6 @@ static __device__ void blur(real *to, const real *from, const float *by, int h, 
         to[i] = sum;
     }
     __syncthreads();
-}
-
-// Channel c of an image between its pixels, as a byte
-static __device__ int interpolated_byte(const uint8_t *image, Shape s, real y, real x, int c) {
-    real down = y - floorf(y), right = x - floorf(x);
-    int top = (int)floorf(y), left = (int)floorf(x);
-    real above = fmaf(right, byte_at(image, s, top, left + 1, c),
-                      (1 - right) * byte_at(image, s, top, left, c));
-    real below = fmaf(right, byte_at(image, s, top + 1, left + 1, c),
-                      (1 - right) * byte_at(image, s, top + 1, left, c));
-    return (int)fmaf(down, below, fmaf(1 - down, above, .5f));
 }
 
 /* out[n][h][w][c] = the augmented images, enlarged as enlarge() of cnn.c does, and the labels. The
