@@ -925,6 +925,7 @@ static inline HOST_DEVICE float neighbor_share(Neighbors n, size_t which) {
     return which == 0 ? 1 - n.share : n.share;
 }
 
+// s: the shape of the image; y, x: a pixel, which may lie outside
 static inline HOST_DEVICE bool is_in_image(Shape s, int y, int x) {
     return y >= 0 && x >= 0 && y < (int)s.h && x < (int)s.w;
 }
@@ -934,8 +935,9 @@ static inline HOST_DEVICE int byte_at(const uint8_t *image, Shape s, int y, int 
     return is_in_image(s, y, x) ? image[((size_t)y * s.w + (size_t)x) * s.c + c] : 0;
 }
 
-// Returns a byte between the pixels of an image. fmaf() leaves no compiler the choice of whether to
-// fuse a multiply-add, so CPU and GPU return the same byte.
+// Returns channel c between four pixels, bilinear, rounded to a byte. y, x: a place, in pixels.
+// fmaf() leaves no compiler the choice of whether to fuse a multiply-add, so CPU and GPU return the
+// same byte.
 static inline HOST_DEVICE int interpolated_byte(const uint8_t *image, Shape s, float y, float x,
                                                 size_t c) {
     const float down = y - floorf(y), right = x - floorf(x);

@@ -94,7 +94,7 @@ done <<'END'
 none ^note +cores +4 usable; .*--cpus-per-task
 END
 
-# ---- slurm/site.env: srun gets nodes with the same feature as sbatch; a step of a job gets those of the job
+# ---- slurm/site.env: srun gets nodes with the same feature as sbatch; a step of a job asks for none
 
 # shellcheck disable=SC2016
 said() { bash -c 'source slurm/site.env; echo "${SLURM_CONSTRAINT:-}, ${SALLOC_CONSTRAINT:-}"'; }

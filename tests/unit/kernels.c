@@ -284,7 +284,8 @@ static void convolve_in_double(const Layer *l, size_t n, const Inputs *x, double
     }
 }
 
-// Compares the rounding errors of a layer without bias with those of the definition, on 2 images.
+// Compares a layer's rounding errors, without bias and on 2 images, with the definition's. Both are
+// root mean squares against sums in double.
 static void compare_rounding(const Layer *l) {
     const Fusion none = {0};
     const size_t n = 2;
