@@ -378,15 +378,24 @@ enum {
     SLICE_ELEMENTS = 2 * 1024 * 1024, // of the sums of all slices at most
     SLICE_PIXELS = 256,               // of a slice at least
 };
-// Blocks that stay in L2 are made for 1 MB of it; this is how many times as large they are. No order
-// of a sum follows from it. Gain with 2 MB: resnet18 1.02 (Intel, AVX-512).
+// How many MB of L2 a core has, from 1 to 4; 0: the system has not been asked yet
+static size_t l2_megabytes;
+
+// Winograd's blocks are made for 1 MB of L2; this is how many times as large they are. No order of
+// a sum follows from it. Gain with 2 MB: resnet18 1.02 (Intel, AVX-512). The system is asked only
+// once: before 2.33, each call of glibc executes CPUID several times. That takes long in a virtual
+// machine, and cores of two kinds may give two answers, while scratch memory is planned for one.
 static size_t l2_factor(void) {
+    size_t factor = __atomic_load_n(&l2_megabytes, __ATOMIC_RELAXED);
+    if (factor > 0)
+        return factor;
     long bytes = 0;
 #ifdef _SC_LEVEL2_CACHE_SIZE
-    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE); // 0 or -1: unknown
 #endif
-    const size_t megabytes = bytes > 0 ? (size_t)bytes >> 20 : 1; // 0 or -1: unknown
-    return min_size(max_size(megabytes, 1), 4);
+    factor = bytes > 0 ? min_size(max_size((size_t)bytes >> 20, 1), 4) : 1;
+    __atomic_store_n(&l2_megabytes, factor, __ATOMIC_RELAXED);
+    return factor;
 }
 
 // an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none

@@ -101,10 +101,10 @@ static void compare_layer(Layer l, bool relu, size_t n, bool accumulate) {
                 absolute(&x.din)};
     Results got = run_layer(fast, &l, &fused, n, &x, accumulate);
     set_num_threads(1);
-    l2_bytes = 2 * 1024 * 1024;
+    l2_megabytes = 2;
     Results alone = run_layer(fast, &l, &fused, n, &x, accumulate);
     set_num_threads(2);
-    l2_bytes = 0;
+    l2_megabytes = 1;
     Results want = run_layer(naive, &l, &none, n, &x, accumulate);
     Results bound = run_layer(naive, &l, &none, n, &a, accumulate);
     if (relu)
