@@ -367,8 +367,8 @@ enum {
     POINTS = SIDE * SIDE, // of a transformed filter
     STRIDED_SIDE = 9,     // points across a tile with stride 2, see "Winograd"
     MAX_POINTS = STRIDED_SIDE * STRIDED_SIDE,
-    BLOCK_TILES = 18,  // times l2_factor(), which a thread transforms at a time: with 128 channels
-                       // or, with stride 2, 64, they fit L2
+    BLOCK_TILES = 18,  // A thread transforms l2_factor() times as many at a time: with 128 channels
+                       // or, with stride 2, 64, they fit L2.
     CHUNK_TILES = 128, // which all threads transform at a time
     // weight gradients
     PAIRS = 128,     // pixels that a tile sums over at a time
@@ -539,11 +539,11 @@ typedef struct Product {
 } Product;
 
 /* The tile of a product from `row` on, with rows and columns as above. Reads whole vectors of b and
-   drops what is past the columns. Meanwhile it prefetches a part of the next product's operands,
-   which the tiles together prefetch into L2. */
+   drops what is past the columns. Meanwhile it prefetches into L2 what the same tile of the next
+   product reads of a, and one cache line of each row of b: the tiles of a strip take turns. */
 INLINE void product_tile(const size_t rows, const size_t vectors, const Product *p, size_t row) {
     const size_t columns = p->columns, a_step = p->a_step, b_row = p->b_row, c_row = p->c_row;
-    const size_t lines = max_size(1, vectors * LANES / LINE_ELEMENTS); // of a row of b
+    const size_t lines = max_size(1, vectors * LANES / LINE_ELEMENTS); // of a row
     const size_t next_a = p->next_a, next_b = p->next_b + row / rows % lines * LINE_ELEMENTS;
     const real *a[ROWS], *b = p->b;
     real *c = p->c + row * c_row;
@@ -1778,7 +1778,7 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
    v and A dout A^T of a chunk of tiles are computed in parallel over tiles, then their products in
    parallel over blocks of du. A block is some channels times some columns, at all points. */
 enum {
-    DU_ROWS = 36, // times l2_factor(), so that a block stays in L2
+    DU_ROWS = 36, // A block has l2_factor() times as many, so that it stays in L2.
     DU_COLUMNS = 64,
     DU_PITCH = DU_COLUMNS + LINE_ELEMENTS // from a row to the next; see odd_lines()
 };
