@@ -378,13 +378,14 @@ enum {
     SLICE_ELEMENTS = 2 * 1024 * 1024, // of the sums of all slices at most
     SLICE_PIXELS = 256,               // of a slice at least
 };
-// How many MB of L2 a core has, from 1 to 4; 0: the system has not been asked yet
+// How many MB of L2 a core has, 1 or 2; 0: the system has not been asked yet
 static size_t l2_megabytes;
 
 // Winograd's blocks are made for 1 MB of L2; this is how many times as large they are. No order of
-// a sum follows from it. Gain with 2 MB: resnet18 1.02 (Intel, AVX-512). The system is asked only
-// once: before 2.33, each call of glibc executes CPUID several times. That takes long in a virtual
-// machine, and cores of two kinds may give two answers, while scratch memory is planned for one.
+// a sum follows from it. Gain with 2 MB: resnet18 1.03 (Intel, AVX-512); more was not measured. The
+// system is asked only once: before 2.33, each call of glibc executes CPUID several times. That
+// takes long in a virtual machine, and cores of two kinds may give two answers, while scratch
+// memory is planned for one.
 static size_t l2_factor(void) {
     size_t factor = __atomic_load_n(&l2_megabytes, __ATOMIC_RELAXED);
     if (factor > 0)
@@ -393,7 +394,7 @@ static size_t l2_factor(void) {
 #ifdef _SC_LEVEL2_CACHE_SIZE
     bytes = sysconf(_SC_LEVEL2_CACHE_SIZE); // 0 or -1: unknown
 #endif
-    factor = bytes > 0 ? min_size(max_size((size_t)bytes >> 20, 1), 4) : 1;
+    factor = bytes > 0 ? min_size(max_size((size_t)bytes >> 20, 1), 2) : 1;
     __atomic_store_n(&l2_megabytes, factor, __ATOMIC_RELAXED);
     return factor;
 }
@@ -1523,7 +1524,9 @@ static void winograd_ith_part(const void *context, size_t i) {
 static void winograd_by_tiles(const Pass *p) {
     _Static_assert(BLOCK_TILES % ROWS == 0, "a block is a whole number of tiles of a product");
     TileParts t = {.pass = p, .tiles = count_tiles(p, p->n)};
-    t.parts = ceil_div(ceil_div(t.tiles, ROWS) * ROWS, BLOCK_TILES * l2_factor());
+    const size_t blocks = ceil_div(t.tiles, BLOCK_TILES);
+    // larger blocks for a larger L2, unless these are too few for the threads
+    t.parts = max_size(ceil_div(blocks, l2_factor()), min_size(blocks, 4 * num_threads));
     t.columns = t.parts >= 4 * num_threads ? p->out.c : COLUMNS;
     t.across = ceil_div(p->out.c, t.columns);
     pack_winograd(p);
@@ -1795,7 +1798,8 @@ typedef struct WinogradGradient {
 } WinogradGradient;
 
 static WinogradGradient winograd_gradient_plan(const WeightGradient *g) {
-    WinogradGradient w = {.g = g, .du = g->w.scratch, .rows = DU_ROWS * l2_factor()};
+    WinogradGradient w = {.g = g, .du = g->w.scratch};
+    w.rows = min_size(DU_ROWS * l2_factor(), g->pass.depth);
     w.step = odd_lines(w.rows * DU_PITCH);
     w.across = ceil_div(g->pass.out.c, DU_COLUMNS);
     w.blocks = w.across * ceil_div(g->pass.depth, w.rows);
