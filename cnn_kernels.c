@@ -1360,8 +1360,8 @@ static size_t input_offset(const Pass *p, size_t i) {
     return middle ? (i - FINITE + 1) * p->in_step - 1 : i * p->in_step;
 }
 
-// This function, winograd_output() and winograd_dout() are not inlined: a second copy might be
-// rounded differently.
+// This function, winograd_output(), winograd_dout() and store_block() are not inlined: a second copy
+// might be rounded differently.
 NOINLINE void winograd_input(TileBlock b) {
     const Pass *p = b.pass;
     for (size_t t = 0; t < b.tiles; t++) {
@@ -1838,7 +1838,7 @@ static void multiply_block(const WinogradGradient *w, real *du, size_t block, si
 }
 
 // dweight = G^T du G, for a block
-static void store_block(const WinogradGradient *w, const real *du, size_t block) {
+NOINLINE void store_block(const WinogradGradient *w, const real *du, size_t block) {
     const size_t depth = w->chunk.pass->depth, columns = w->chunk.pass->out.c;
     const size_t first = block / w->across * w->rows, column = block % w->across * DU_COLUMNS;
     const size_t count = min_size(DU_COLUMNS, columns - column);
