@@ -1360,8 +1360,8 @@ static size_t input_offset(const Pass *p, size_t i) {
     return middle ? (i - FINITE + 1) * p->in_step - 1 : i * p->in_step;
 }
 
-// This function, winograd_output(), winograd_dout() and store_block() are not inlined: a second copy
-// might be rounded differently.
+// This function, winograd_output(), winograd_dout() and store_block() are not inlined: a second
+// copy might be rounded differently.
 NOINLINE void winograd_input(TileBlock b) {
     const Pass *p = b.pass;
     for (size_t t = 0; t < b.tiles; t++) {
