@@ -195,8 +195,8 @@ EMULATOR = $(wildcard tests/emulator/cuda_on_cpu*)
 EMU_SOURCE = { echo '\#line 1 "cnn_kernels.cu"'; sed -f tests/emulator/cuda_on_cpu.sed cnn_kernels.cu; }
 build/emu_kernels.o build/count_kernels.o: cnn_kernels.cu $(EMULATOR) build/declarations build/emu_settings
 	$(EMU_SOURCE) | $(EMU_BUILD) $(COUNT) -x c++ -c - -o $@
-# The hooks of the race detector are called for each load and store; this build counts them, and can record those of a
-# block (make see). g++ 12 and newer also tell where a piece of code without a branch begins.
+# The hooks of the race detector are called for each load and store; this build counts them, and can record what a block
+# loads and stores (make see). g++ 12 and newer also tell where a piece of code without a branch begins.
 COUNTING = -O1 -fsanitize=thread -DCUEMU_COUNT -fno-omit-frame-pointer $(shell printf '$(HASH)if __GNUC__ < 12\n$(HASH)error \
 	\n$(HASH)endif' | $(CXX) -fsanitize-coverage=trace-pc -x c++ -fsyntax-only - 2>/dev/null && \
 	echo -fsanitize-coverage=trace-pc)
@@ -230,7 +230,7 @@ RUNS    = runs/$(NAME)
 VIRTUAL = $(filter-out 0,$(EMULATE))
 STUDY   = $(if $(MODEL),--model $(MODEL)) --epochs $(EPOCHS) --gpus $(GPUS) $(if $(LIMIT),--limit $(LIMIT)) \
 	$(if $(VIRTUAL),--emulate) $(if $(OPTIONS),-- $(OPTIONS))
-# The first Python that has the package $(1). MPLBACKEND: matplotlib refuses that of a terminal in Jupyter.
+# The first Python that has the package $(1). MPLBACKEND: matplotlib refuses the one that Jupyter sets in a terminal.
 PYTHON_WITH = $(or $(shell for python in .venv/bin/python python3 /usr/bin/python3; do \
 	MPLBACKEND=Agg $$python -c 'import $(1)' 2>/dev/null && echo $$python && break; done),python3)
 PLOT = $(call PYTHON_WITH,matplotlib) labs/tools/plot.py

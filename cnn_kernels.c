@@ -367,8 +367,8 @@ enum {
     POINTS = SIDE * SIDE, // of a transformed filter
     STRIDED_SIDE = 9,     // points across a tile with stride 2, see "Winograd"
     MAX_POINTS = STRIDED_SIDE * STRIDED_SIDE,
-    BLOCK_TILES = 18,  // A thread transforms l2_factor() times as many at a time: with 128 channels
-                       // or, with stride 2, 64, they fit L2.
+    BLOCK_TILES = 18,  // which a thread transforms at a time: with 128 channels or, with stride 2,
+                       // 64, they fit an L2 of 1 MB; see l2_factor()
     CHUNK_TILES = 128, // which all threads transform at a time
     // weight gradients
     PAIRS = 128,     // pixels that a tile sums over at a time
@@ -378,27 +378,6 @@ enum {
     SLICE_ELEMENTS = 2 * 1024 * 1024, // of the sums of all slices at most
     SLICE_PIXELS = 256,               // of a slice at least
 };
-// How many MB of L2 a core has, 1 or 2; 0: the system has not been asked yet
-static size_t l2_megabytes;
-
-// Winograd's blocks are made for 1 MB of L2; this is how many times as large they are. No order of
-// a sum follows from it. Gain with 2 MB: resnet18 1.03 (Intel, AVX-512); more was not measured. The
-// system is asked only once: before 2.33, each call of glibc executes CPUID several times. That
-// takes long in a virtual machine, and cores of two kinds may give two answers, while scratch
-// memory is planned for one.
-static size_t l2_factor(void) {
-    size_t factor = __atomic_load_n(&l2_megabytes, __ATOMIC_RELAXED);
-    if (factor > 0)
-        return factor;
-    long bytes = 0;
-#ifdef _SC_LEVEL2_CACHE_SIZE
-    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE); // 0 or -1: unknown
-#endif
-    factor = bytes > 0 ? min_size(max_size((size_t)bytes >> 20, 1), 2) : 1;
-    __atomic_store_n(&l2_megabytes, factor, __ATOMIC_RELAXED);
-    return factor;
-}
-
 // an integer as wide as a real; a comparison of vectors sets all bits of a lane, or none
 typedef __typeof__(__builtin_choose_expr(sizeof(real) == 8, (int64_t)0, (int32_t)0)) lane;
 typedef lane mask __attribute__((vector_size(VECTOR_BYTES)));
@@ -1258,6 +1237,32 @@ static void pack_winograd(const Pass *p) {
     parallel(ceil_div(p->out.c, LANES), pack_ith_columns, p);
 }
 
+// How many MB of L2 a core has, 1 or 2; 0: the system has not been asked yet
+static size_t l2_megabytes;
+
+// Returns how many times as large as for 1 MB of L2 the blocks below are that stay in L2. No order
+// of a sum depends on it. Gain with 2 MB: resnet18 1.03 (Intel, AVX-512); more was not measured.
+// The system is asked only once. Before 2.33, glibc executes CPUID several times in each call,
+// which takes long in a virtual machine; and two kinds of cores may give two answers, while scratch
+// memory is planned for one.
+static size_t l2_factor(void) {
+    size_t factor = __atomic_load_n(&l2_megabytes, __ATOMIC_RELAXED);
+    if (factor > 0)
+        return factor;
+    long bytes = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE); // 0 or -1: unknown
+#endif
+    factor = bytes > 0 ? min_size(max_size((size_t)bytes >> 20, 1), 2) : 1;
+    __atomic_store_n(&l2_megabytes, factor, __ATOMIC_RELAXED);
+    return factor;
+}
+
+// Returns how many tiles a thread transforms at a time.
+static size_t block_tiles(void) {
+    return BLOCK_TILES * l2_factor();
+}
+
 /* `tiles` tiles from `first` on, and `columns` columns from `column` on. v is the transformed
    input, [point][tile][depth]; m is the products, in a weight gradient the transformed dout,
    [point][tile][column]. Passed by value, so that the compiler knows that no store changes it. */
@@ -1498,7 +1503,7 @@ static void winograd_products(TileBlock b) {
 
 // Computes the outputs of tiles [first, last) and columns [begin, end).
 static void winograd_tiles(const Pass *p, size_t first, size_t last, size_t begin, size_t end) {
-    real *memory = p->scratch + thread_number * tile_area(p, BLOCK_TILES * l2_factor());
+    real *memory = p->scratch + thread_number * tile_area(p, block_tiles());
     const TileBlock b = tile_block(p, first, last, begin, end, memory);
     winograd_input(b);
     winograd_products(b);
@@ -1525,9 +1530,9 @@ static void winograd_ith_part(const void *context, size_t i) {
 static void winograd_by_tiles(const Pass *p) {
     _Static_assert(BLOCK_TILES % ROWS == 0, "a block is a whole number of tiles of a product");
     TileParts t = {.pass = p, .tiles = count_tiles(p, p->n)};
-    const size_t blocks = ceil_div(t.tiles, BLOCK_TILES);
-    // larger blocks for a larger L2, unless these are too few for the threads
-    t.parts = max_size(ceil_div(blocks, l2_factor()), min_size(blocks, 4 * num_threads));
+    // smaller blocks where those for a larger L2 are too few for the threads
+    const size_t fewest = min_size(ceil_div(t.tiles, BLOCK_TILES), 4 * num_threads);
+    t.parts = max_size(ceil_div(t.tiles, block_tiles()), fewest);
     t.columns = t.parts >= 4 * num_threads ? p->out.c : COLUMNS;
     t.across = ceil_div(p->out.c, t.columns);
     pack_winograd(p);
@@ -1587,7 +1592,7 @@ static void run_pass(const Pass *p) {
 // Computes the pass on one image, by one thread, from packed weights.
 static void run_pass_on_image(const Pass *p) {
     if (p->tile) {
-        const size_t tiles = count_tiles(p, 1), block = BLOCK_TILES * l2_factor();
+        const size_t tiles = count_tiles(p, 1), block = block_tiles();
         for (size_t first = 0; first < tiles; first += block)
             winograd_tiles(p, first, min_size(first + block, tiles), 0, p->out.c);
         return;
@@ -1602,7 +1607,7 @@ static size_t pass_scratch(const Pass *p, size_t n) {
     if (!p->tile)
         return packed_size(p);
     const size_t tiles = min_size(count_tiles(p, n), CHUNK_TILES);
-    const size_t by_tiles = packed_size(p) + num_threads * tile_area(p, BLOCK_TILES * l2_factor());
+    const size_t by_tiles = packed_size(p) + num_threads * tile_area(p, block_tiles());
     const size_t by_columns = tile_points(p) * odd_lines(tiles * odd_lines(p->depth)) +
                               num_threads * column_area(p, tiles);
     return max_size(by_tiles, by_columns);
@@ -1782,7 +1787,7 @@ static void sum_slices(real *to, const real *from, size_t slices, size_t pitch, 
    v and A dout A^T of a chunk of tiles are computed in parallel over tiles, then their products in
    parallel over blocks of du. A block is some channels times some columns, at all points. */
 enum {
-    DU_ROWS = 36, // A block has l2_factor() times as many, so that it stays in L2.
+    DU_ROWS = 36, // times l2_factor(), for a block to stay in L2
     DU_COLUMNS = 64,
     DU_PITCH = DU_COLUMNS + LINE_ELEMENTS // from a row to the next; see odd_lines()
 };

@@ -49,7 +49,7 @@ md5_of() { # FILE
 md5_is() { [ -f "$1" ] && [ "$(md5_of "$1")" = "$2" ]; } # FILE MD5
 
 # Debian packages only Fashion-MNIST. It recompresses the files, so their
-# checksums differ from those of the table; apt verifies its own.
+# checksums are not the ones in the table; apt verifies its own.
 in_system() { # SET
     local file
     [ "$1" = fashion-mnist ] || return 1

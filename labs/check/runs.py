@@ -290,7 +290,7 @@ def lab2_hits():
 
 
 def lab2_cover():
-    """The lines' times add up to those of the epochs."""
+    """The lines' times add up to the epochs' times."""
     run, rows = lab2_profile()
     where, trained = f"{run.folder}/profile.csv", run.seconds
     lines, percent = sum(row[2] for row in rows) / 1e6, sum(row[4] for row in rows)

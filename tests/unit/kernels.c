@@ -259,9 +259,10 @@ static void test_strided_winograd(void) {
     verdict("Winograd's convolution with stride 2 against its definition");
 }
 
-// With a larger L2, Winograd's blocks are larger, and more scratch memory is planned for them. Here
-// no other pass needs as much: that of 5 x 5 is for blocks of tiles, that of 3 x 3 for a weight
-// gradient. The columns are no whole vectors, so the data gradient is by the register tile.
+// With a larger L2, Winograd's blocks are larger, and more scratch memory is planned for them. In
+// these layers no other pass needs as much: with 5 x 5 the forward, for its blocks of tiles, with
+// 3 x 3 the weight gradient. The columns are no whole vectors, so the data gradient is not computed
+// by Winograd. 4 MB, which the program treats as 2, need the most memory.
 static void test_larger_l2(size_t kernel) {
     static Net net;
     const Fusion none = {0};
